@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
-from recipes.stage_curves import draw_curves
+from recipes.pictures import draw_curves
 from rl_modules.common.errors import UsageError
 
 #: File with a stage's settings and, after its completion, the time that it took.

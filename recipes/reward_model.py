@@ -8,8 +8,7 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from datamodules import PreferenceDataModule
-from recipes.callbacks import Checkpoints
-from recipes.language import StepProgressBar
+from recipes.callbacks import Checkpoints, StepProgressBar
 from recipes.program import run_program
 from rl_modules import RewardModel
 

@@ -12,16 +12,12 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from datamodules.base import ControlDataModule
-from recipes import language
+from recipes import run, summary
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.layout import layout_of
+from recipes.callbacks.curves import layout_of
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.callbacks.progress_lines import ProgressLines
-from recipes.callbacks.signals import Stopped
-from recipes.cli import runs, summary
+from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli.terminal import quiet
-from recipes.rank_processes import end_with_starter
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.launched import launches
@@ -118,24 +114,21 @@ class Trainer(L.Trainer):
 
     def _prepare(self, model: Any, data: Any) -> None:
         """Adds the logger and the progress bar of this run."""
-        controls = isinstance(data, ControlDataModule)
-        name = runs.run_name(type(model).__name__, data) if data is not None else type(model).__name__
+        name = run.run_name(type(model).__name__, data) if data is not None else type(model).__name__
         if self._makes_logger:
-            folder = Path(self.default_root_dir) / runs.LOGS
+            folder = Path(self.default_root_dir) / run.LOGS
             logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
             self.loggers = [logger]
-            runs.number_alike(self)
-            # Forked ranks would wait forever for the writer's thread, which exists only in this process.
-            if not launches(self):
-                logger.experiment.add_custom_scalars(layout_of(model))
         self._default_root_dir = self._given_root_dir
-        runs.place_without_logger(self, name)
+        run.begin(self, name)
+        # Forked ranks would wait forever for the writer's thread, which exists only in this process.
+        if self._makes_logger and not launches(self):
+            logger.experiment.add_custom_scalars(layout_of(model))
         if not self._shows_bar or not self.is_global_zero or data is None:
             return
-        bar = TransitionProgressBar() if controls else language.StepProgressBar()
         if sys.stderr.isatty():
             others: list[Any] = [c for c in self.callbacks if not isinstance(c, TransitionProgressBar)]
-            self.callbacks: list[Any] = [*others, bar]
-        elif (checkpoints := Checkpoints.of(self)) is not None:
-            checkpoints.progress = ProgressLines(bar)
+            self.callbacks: list[Any] = [*others, run.bar_of(data)]
+        else:
+            run.show_lines(self, data)
         print(f"{name}: starting", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ import yaml
 from recipes import configs, r1, rlhf
 from recipes.cli import main
 from recipes.cli.classes import PACKAGES
-from recipes.cli.help_text import COMMANDS, OTHERS
+from recipes.cli.information import COMMANDS, OTHERS
 from recipes.cli.options import GROUPS, arguments_of, of_group
 
 ROOT = Path(__file__).parents[1]

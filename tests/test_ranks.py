@@ -496,7 +496,7 @@ class SignalOneRank(L.Callback):
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # By their pace ranks ask each other four times a second: this run may be over by then.
-    monkeypatch.setattr("recipes.callbacks.rank_agreement.AGREEMENT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("recipes.callbacks.signals.AGREEMENT_INTERVAL_S", 0.01)
 
     def stopped() -> str:
         checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
@@ -534,7 +534,7 @@ def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("recipes.callbacks.rank_agreement.time", clock)
+    monkeypatch.setattr("recipes.callbacks.signals.time", clock)
 
     def both() -> str:
         checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run", "accumulate_grad_batches": 2}

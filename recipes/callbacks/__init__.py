@@ -14,22 +14,16 @@ _EXPORTS = {
     "EpisodeRecorder": "recipes.callbacks.recorder",
     "EpisodeWriter": "recipes.callbacks.episode_writer",
     "FiniteCheck": "recipes.callbacks.finite_check",
+    "StepProgressBar": "recipes.callbacks.progress",
     "TransitionProgressBar": "recipes.callbacks.progress",
-    "ValuePictures": "recipes.callbacks.value_pictures",
+    "ValuePictures": "recipes.pictures",
     "record_episodes": "recipes.callbacks.recorder",
 }
 
 __all__ = [
-    "Checkpoints",
-    "ConfigRecord",
-    "EpisodeMonitor",
-    "EpisodeRecorder",
-    "EpisodeWriter",
-    "FiniteCheck",
-    "TransitionProgressBar",
-    "ValuePictures",
-    "record_episodes",
-]
+    "Checkpoints", "ConfigRecord", "EpisodeMonitor", "EpisodeRecorder", "EpisodeWriter", "FiniteCheck",
+    "StepProgressBar", "TransitionProgressBar", "ValuePictures", "record_episodes",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from recipes.callbacks.checkpoints import Checkpoints
@@ -37,9 +31,9 @@ if TYPE_CHECKING:
     from recipes.callbacks.episode_monitor import EpisodeMonitor
     from recipes.callbacks.episode_writer import EpisodeWriter
     from recipes.callbacks.finite_check import FiniteCheck
-    from recipes.callbacks.progress import TransitionProgressBar
+    from recipes.callbacks.progress import StepProgressBar, TransitionProgressBar
     from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
-    from recipes.callbacks.value_pictures import ValuePictures
+    from recipes.pictures import ValuePictures
 
 
 def __getattr__(name: str) -> Any:

@@ -16,13 +16,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
+from recipes.callbacks.curves import log_folder
 from recipes.callbacks.finite_check import FiniteCheck
-from recipes.callbacks.log_folder import log_folder
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
-from recipes.callbacks.progress_lines import ProgressLines
-from recipes.callbacks.rank_agreement import RankAgreement
-from recipes.callbacks.signals import Stopped, StopRequests, end_at_sigterm
-from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
+from recipes.callbacks.progress import ProgressLines
+from recipes.callbacks.signals import (
+    RankAgreement,
+    Stopped,
+    StopRequests,
+    end_at_sigterm,
+    remove_requeue_checkpoints,
+    requeue_signals,
+)
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 

@@ -9,8 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from recipes.callbacks.layout import layout_of
-from recipes.callbacks.log_folder import log_folder
+from recipes.callbacks.curves import layout_of, log_folder
 
 
 class ConfigRecord(SaveConfigCallback):

@@ -1,12 +1,14 @@
-"""TensorBoard's event files of a resumed run: points after the checkpoint are removed; the run writes them again."""
+"""A run's folder, and TensorBoard's files in it: charts, the HPARAMS tab, and points that a resumed run cuts."""
 
+import re
 import struct
+from collections.abc import Collection
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 PATTERN = "events.out.tfevents.*"
 
@@ -63,3 +65,110 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
         tag: sorted(((e.step, e.value) for e in events.Scalars(tag)), key=itemgetter(0))
         for tag in events.Tags()["scalars"]
     }
+
+
+def log_folder(trainer: L.Trainer) -> Path:
+    """Returns the run's own folder, in which its checkpoints are, for the first rank.
+
+    ``Trainer.log_dir`` makes all ranks communicate, and with Weights & Biases it is the folder of all runs.
+    """
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        return Path(logger.log_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+_EVALUATION = ["eval/mean_reward", "eval/std_reward"]
+_RETURN = {"return": ["rollout/ep_rew_mean"], "evaluation": _EVALUATION}
+_POLICY = {**_RETURN, "entropy": ["train/entropy_loss"], "value": ["train/explained_variance", "train/value_loss"]}
+
+#: Charts by algorithm: title, and the tags that are drawn in it.
+CHARTS: dict[str, dict[str, list[str]]] = {
+    "PPO": {
+        **_RETURN,
+        "how far the policy moves": ["train/approx_kl", "train/clip_fraction"],
+        "explained variance": ["train/explained_variance"],
+    },
+    "A2C": _POLICY,
+    "REINFORCE": {**_RETURN, "entropy": ["train/entropy_loss"], "policy loss": ["train/policy_gradient_loss"]},
+    "TRPO": {
+        **_RETURN,
+        "KL of the step": ["train/approx_kl"],
+        "explained variance": ["train/explained_variance"],
+    },
+    "DQN": {**_RETURN, "loss": ["train/loss"], "exploration": ["rollout/exploration_rate"]},
+    "SFT": {
+        "loss": ["train/loss", "eval/loss"],
+        "correct": ["eval/pass@1"],
+        "accuracy of tokens": ["train/mean_token_accuracy"],
+        "learning rate": ["train/learning_rate"],
+    },
+    "RewardModel": {
+        "accuracy": ["train/accuracy", "eval/accuracy"],
+        "loss": ["train/loss", "eval/loss"],
+        "margin": ["train/margin"],
+        "learning rate": ["train/learning_rate"],
+    },
+    "DPO": {
+        "accuracy": ["train/rewards/accuracies", "eval/rewards/accuracies"],
+        "margin": ["train/rewards/margins"],
+        "loss": ["train/loss", "eval/loss"],
+        "log-probabilities": ["train/logps/chosen", "train/logps/rejected"],
+    },
+    "KTO": {
+        "margin": ["train/rewards/margins", "eval/rewards/margins"],
+        "KL": ["train/kl"],
+        "loss": ["train/loss", "eval/loss"],
+        "log-probabilities": ["train/logps/chosen", "train/logps/rejected"],
+    },
+    "GRPO": {
+        "reward": ["train/reward"],
+        "correct": ["eval/pass@1"],
+        "entropy and KL": ["train/entropy", "train/kl"],
+        "length": ["train/completions/mean_length", "train/completions/max_length"],
+    },
+    "RLHFPPO": {
+        "score": ["train/objective/scores", "eval/scores"],
+        "KL": ["train/objective/kl", "eval/kl"],
+        "entropy": ["train/objective/entropy"],
+        "length": ["train/completions/mean_length"],
+    },
+}
+#: Charts of control algorithms without specific charts.
+_CONTROL = {**_RETURN, "length of episodes": ["rollout/ep_len_mean"], "speed": ["time/fps"]}
+
+
+def layout_of(module: Any) -> dict[str, dict[str, list[Any]]]:
+    """Returns the layout for ``SummaryWriter.add_custom_scalars``."""
+    names = [cls.__name__ for cls in type(module).__mro__]
+    charts = next((CHARTS[name] for name in names if name in CHARTS), _CONTROL)
+    # TensorBoard reads tags as regular expressions.
+    return {
+        type(module).__name__: {
+            title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts.items()
+        }
+    }
+
+
+def write_hparams(
+    logger: TensorBoardLogger, settings: dict[str, Any], chosen: Collection[str], metrics: dict[str, float], step: int
+) -> None:
+    """Writes a run's row of the HPARAMS tab, and its metrics as points of their curves.
+
+    TensorBoard sorts settings by name, but puts those first that differ between runs, and selects the first five.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    logger.log_metrics(metrics, step)
+    experiment, start, end = hparams(settings, metrics)
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    for info in data.experiment.hparam_infos:
+        info.differs = info.name in chosen
+    plugin.content = data.SerializeToString()
+    for summary in (experiment, start, end):
+        logger.experiment._get_file_writer().add_summary(summary, step)

@@ -1,4 +1,4 @@
-"""Predicted episodes as a CSV or JSON-lines file."""
+"""Predicted episodes and completions as a CSV or JSON-lines file."""
 
 import csv
 import json
@@ -56,3 +56,37 @@ class EpisodeWriter(BasePredictionWriter):
             {"episode": i, **dict(zip(columns, values, strict=True))}
             for i, values in enumerate(zip(*columns.values(), strict=True))
         ]
+
+
+class CompletionWriter(EpisodeWriter):
+    """Writes one row per held-out completion: prompt, completion, length, whether it is correct, every reward.
+
+    For a reward model it writes one row per held-out pair: prompt, both answers and their rewards.
+    """
+
+    rows_are = "completions"
+
+    def rows(self, predictions: Any) -> list[dict[str, Any]]:
+        """Returns the rows to write, from the batches that ``predict_step`` returned."""
+        rows = []
+        for batch in predictions:
+            judged = [name for name in ("chosen_reward", "rejected_reward", "reward") if name in batch]
+            if judged:
+                self.rows_are = "judgements" if judged == ["reward"] else "pairs"
+                rewards = {name: batch[name].tolist() for name in judged}
+                for i, texts in enumerate(batch["texts"]):
+                    rows.append({**texts, **{name: values[i] for name, values in rewards.items()}})
+                continue
+            if "texts" not in batch:
+                raise UsageError("this algorithm writes no completions; `rl test` shows its metrics")
+            correct = None if batch["correct"] is None else batch["correct"].flatten().tolist()
+            for i, (prompt, text) in enumerate(zip(batch["prompts"], batch["texts"], strict=True)):
+                row = {"prompt": prompt, "completion": text, "length": int(batch["length"][i]),
+                       "finished": bool(batch["finished"][i])}  # fmt: skip
+                if correct is not None:
+                    row["correct"] = correct[i]
+                values = batch["rewards"][i].tolist()
+                for name, value in zip(batch["reward_names"], values, strict=True):
+                    row[f"rewards/{name}"] = None if value != value else value
+                rows.append(row)
+        return rows

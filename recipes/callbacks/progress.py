@@ -1,4 +1,4 @@
-"""A progress bar that counts environment transitions."""
+"""Progress of a run: a bar, or lines in a log where there is no terminal."""
 
 import sys
 import time
@@ -7,6 +7,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+#: Metrics of the progress bar; it shows the first two that a run has.
+SHOWN = ("eval/pass@1", "train/reward", "eval/accuracy", "train/accuracy", "train/loss")
 
 
 class TransitionProgressBar(ProgressBar):
@@ -93,3 +96,75 @@ class TransitionProgressBar(ProgressBar):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class StepProgressBar(TransitionProgressBar):
+    """Shows the share of optimizer steps done, steps per second, the time left, success and loss."""
+
+    unit = "steps"
+    _started = 0.0, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.start(trainer)
+        super().on_train_start(trainer, pl_module)
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Begins to measure the speed."""
+        self._started = time.monotonic(), trainer.global_step
+
+    def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
+        """Returns the optimizer steps so far and their total; a total of None means that the run has no end."""
+        total = trainer.estimated_stepping_batches
+        return trainer.global_step, None if total == float("inf") else int(total)
+
+    def notes(self, trainer: L.Trainer) -> tuple[str, str]:
+        """Returns the steps per second and the last metrics, each as text."""
+        started_s, started_at = self._started
+        speed = (trainer.global_step - started_at) / max(time.monotonic() - started_s, 1e-9)
+        module: Any = trainer.lightning_module
+        latest = {**module.latest_metrics, **trainer.callback_metrics}
+        known = [f"{name.partition('/')[2]} {float(latest[name]):.3g}" for name in SHOWN if name in latest]
+        return f"{speed:.2f}/s", "  ".join(known[:2])
+
+
+class ProgressLines:
+    """Prints a line every half minute where there is no terminal: in the log of SLURM or ``nohup``.
+
+    It is not a callback, because Lightning calls each callback about ten times per batch. ``Checkpoints`` calls it
+    between two batches.
+    """
+
+    def __init__(self, bar: TransitionProgressBar, every_s: float = 30.0) -> None:
+        self.bar = bar
+        self.every_s = every_s
+        self._began_s = self._due_s = 0.0
+        self._done_before = 0
+
+    def start(self, trainer: Any) -> None:
+        """Begins to count the time of one run."""
+        self.bar.start(trainer)
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + self.every_s
+        self._done_before = self.bar.counts(trainer)[0]
+
+    def tick(self, trainer: Any, now_s: float) -> None:
+        """Prints a line if one is due."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + self.every_s
+        done, total = self.bar.counts(trainer)
+        speed, result = self.bar.notes(trainer)
+        left = ""
+        if total and done > self._done_before:
+            seconds = (now_s - self._began_s) * (total - done) / (done - self._done_before)
+            left = f", {_clock(seconds)} left"
+        share = f" ({done / total:.0%})" if total else ""
+        of = f" of {total:,}" if total else ""
+        print(f"{_clock(now_s - self._began_s)}  {done:,}{of} {self.bar.unit}{share}, {speed}{left}"
+              f"{f'  {result}' if result else ''}", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

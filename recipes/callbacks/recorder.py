@@ -17,7 +17,7 @@ from datamodules.envs.episodes import episode_seed
 from datamodules.envs.masks import with_source
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts, sampling_from
-from recipes.callbacks.log_folder import log_folder
+from recipes.callbacks.curves import log_folder
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed

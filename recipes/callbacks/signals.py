@@ -1,9 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run grants between two batches."""
+"""The end of a run before its end: Ctrl-C, SIGTERM and SIGHUP, SLURM's queue, ranks whose starter is gone."""
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +28,6 @@ def end_at_sigterm(trainer: Any) -> None:
     Lightning's handler calls a collective on the signalled rank only, so the run hangs. While a run trains and writes
     checkpoints, :class:`StopRequests` handles the signal instead. SLURM jobs that Lightning requeues are unchanged.
     """
-    from recipes.callbacks.slurm import requeue_signals  # imports Lightning, which `rl --help` does without
 
     def end(signum: int, frame: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
@@ -91,3 +92,103 @@ class StopRequests:
                 os.write(descriptor, f"\n{name}: saving a checkpoint after this step{again}\n".encode())
             except OSError:  # the terminal is gone, and a later print would end the run before it has saved
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def requeue_signals(trainer: Any) -> tuple[int, ...]:
+    """Returns the signal on which Lightning saves and requeues a SLURM job; none outside of such a job."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment  # `rl --help` does without it
+
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+        return (int(environment.requeue_signal),)
+    return ()
+
+
+def remove_requeue_checkpoints(trainer: Any) -> None:
+    """Deletes the checkpoints that Lightning wrote for the queue; all ranks of a SLURM job call this.
+
+    Lightning would load the newest of them even for the evaluation after training.
+    """
+    if not requeue_signals(trainer):
+        return
+    if trainer.is_global_zero:
+        for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
+            path.unlink()
+    trainer.strategy.barrier("hpc checkpoints removed")
+
+
+#: Seconds between two exchanges of the ranks.
+AGREEMENT_INTERVAL_S = 0.25
+
+
+class RankAgreement:
+    """Takes the same decision on all ranks, about four times a second.
+
+    The number of optimizer steps between two exchanges follows from rank 0's steps per second, so that all ranks
+    exchange after the same step.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._every, self._agreed_s = 0, 1, 0.0
+
+    def decide(self, trainer: Any, stop: int, is_due: bool) -> tuple[int, bool]:
+        """Returns the signal that any rank received, and whether rank 0 wants to save; called once per step."""
+        if trainer.world_size == 1:
+            return stop, is_due
+        self._steps += 1
+        if self._steps < self._every:
+            return 0, False
+        import torch
+
+        now = time.monotonic()
+        rate = self._steps / max(now - self._agreed_s, 1e-6) if self._agreed_s else 0.0
+        wishes = torch.tensor(
+            [stop, is_due and trainer.is_global_zero, rate if trainer.is_global_zero else 0.0],
+            device=trainer.strategy.root_device, dtype=torch.float32
+        )  # fmt: skip
+        torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
+        stop_any, due_any, rate = wishes.tolist()
+        self._steps, self._agreed_s = 0, now
+        self._every = max(1, min(1000, int(rate * AGREEMENT_INTERVAL_S)))
+        return int(stop_any), bool(due_any)
+
+
+#: Environment variable with the id of the process that starts the ranks.
+STARTED_BY = "RL_RECIPES_STARTED_BY"
+#: Seconds between two checks of whether that process is alive.
+INTERVAL_S = 1.0
+
+
+def end_with_starter() -> None:
+    """Ends this rank soon after the process that started it, for whatever reason that process ended.
+
+    Otherwise a rank whose first process was killed would wait for it, half an hour at the start of a run, and ignore
+    SIGTERM in the meantime. The first process calls this before it starts the others. ``torchrun`` and ``srun`` end the
+    ranks that they started.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if "LOCAL_RANK" not in os.environ:  # the first process, or a rank of srun
+        os.environ[STARTED_BY] = str(os.getpid())
+        return
+    starter = os.environ.get(STARTED_BY, "")
+    if starter == str(os.getppid()):
+        threading.Thread(target=_wait, args=(int(starter),), daemon=True).start()
+    elif starter and not _is_there(int(starter)):
+        os._exit(1)
+
+
+def _wait(starter: int) -> None:
+    while os.getppid() == starter:
+        time.sleep(INTERVAL_S)
+    os._exit(1)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 from recipes import configs
-from recipes.callbacks.signals import Stopped
-from recipes.cli import completion, config_files, information
-from recipes.cli.help_text import COMMAND_HELP, COMMANDS, HELP, OTHERS
+from recipes.callbacks.signals import Stopped, end_with_starter
+from recipes.cli import config_files, information
+from recipes.cli.information import COMMAND_HELP, COMMANDS, HELP, OTHERS
 from recipes.cli.options import CLASS_OPTIONS, refuse_keys
-from recipes.cli.terminal import quiet, show
-from recipes.cli.user_modules import add_working_directory
-from recipes.rank_processes import end_with_starter
+from recipes.cli.terminal import add_working_directory, quiet, show
 from rl_modules.common.errors import UsageError, did_you_mean
 
 
@@ -81,7 +79,7 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     elif command == "doctor":
         show(information.doctor(rest))
     elif command == "completion":
-        show(completion.script(rest))
+        show(information.completion(rest))
     elif command == "copy":
         if len(rest) != 2:
             raise UsageError(
@@ -141,10 +139,10 @@ def _sweep(args: list[str]) -> None:
 
 def _recompute(command: str, args: list[str]) -> None:
     add_working_directory()
-    from recipes.cli import recompute_commands
+    from recipes.cli.recomputation import replay_command, verify_command
 
     quiet()
-    (recompute_commands.replay_command if command == "replay" else recompute_commands.verify_command)(args)
+    (replay_command if command == "replay" else verify_command)(args)
 
 
 def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
@@ -193,7 +191,7 @@ def _run(command: str, args: list[str]) -> None:
     wants_help = bool({"-h", "--help"} & set(args))
     if wants_help and "all" not in args:
         from recipes.cli.classes import chosen_classes
-        from recipes.cli.short_help import short_help
+        from recipes.cli.information import short_help
 
         show(short_help(command, chosen) if (chosen := chosen_classes(args)) else HELP)
         return

@@ -1,16 +1,210 @@
-"""``rl list``, ``rl --version`` and ``rl doctor``: installed configs, versions, and missing extras."""
+"""What ``rl`` prints without a run: help, configs, versions, missing extras, completion of a shell."""
 
 import importlib.util
+import inspect
 import os
 import platform
+import re
 import sys
+import textwrap
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 from recipes import configs
+from recipes.cli.options import COMMON
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
+
+COMMANDS = ("fit", "validate", "test", "predict", "record")
+#: Commands that start no run.
+OTHERS = ("sweep", "export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
+
+HELP = """\
+usage: rl <command> [options]
+
+Reinforcement learning on PyTorch Lightning.
+
+commands:
+  fit        train:                 rl fit --config ppo/cartpole.yaml
+  validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
+  test       evaluate a checkpoint on other seeds and more episodes (a language model: as validate)
+  predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
+             (a language model's completions of held-out prompts: --output completions.jsonl)
+  record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
+  sweep      search settings with Optuna: rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50
+  export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
+  replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
+  verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0
+  serve      generate completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
+  list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
+  copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
+  doctor     print versions, the device, and the commands that install missing extras
+  completion print a completion script for bash or zsh: eval "$(rl completion bash)"
+
+options of fit, validate, test, predict and record:
+  --config NAME            a YAML file, or the name of an installed config; repeated, later files override earlier ones
+  --model CLASS            an algorithm by name (PPO) or import path (my_package.MyPPO)
+  --data CLASS             a datamodule by name (RolloutDataModule) or import path
+  --model.X, --data.X, --trainer.X
+                           any argument of the model, the datamodule or Lightning's Trainer
+  --model.init_from PATH   fit: start a new run from the weights of a checkpoint (warm start); a language model starts
+                           from a directory that `rl export` wrote: --model.model_name_or_path FOLDER
+  --resume                 fit: resume the newest run of this model on this data, in its folder
+  --ckpt_path PATH|last|best|previous
+                           a checkpoint file, or a checkpoint of the newest run
+  --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
+  --print_config           print the complete resolved config and stop
+  --help                   with --config or --model: print the arguments of these classes; --help all: every option
+                         of another command: rl COMMAND --help
+  --version                print the version: rl --version
+
+Every algorithm but RecurrentA2C, DPO, KTO and RLOO also has a short Python program: python -m recipes.ppo. With a
+command it is rl with a default config (dpo, kto and rloo too): python -m recipes.ppo fit --model.gamma 0.9
+"""
+
+#: Help of the commands that start no run; ``replay`` and ``verify`` have parsers of their own.
+COMMAND_HELP = {
+    "export": """\
+usage: rl export --ckpt_path PATH --output FOLDER [--model CLASS]
+
+Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.
+
+options:
+  --ckpt_path PATH   a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt
+  --output FOLDER    the directory to write
+  --model CLASS      import path of the algorithm, if it is not part of rl_modules
+""",
+    "serve": """\
+usage: rl serve [--engine vllm|native] [--host HOST] [--port PORT] [--token_file FILE]
+                [--gpu_memory_utilization SHARE] [--max_rows_in_flight N]
+
+Generates completions for runs with --model.sampler vllm_server. The run sends the model and its weights. The server
+answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a new one, which it writes to a file.
+
+options:
+  --engine vllm|native            the engine that generates; default: vllm
+  --host HOST                     the address to listen on; default: 127.0.0.1
+  --port PORT                     the port to listen on; 0: any free port; default: 8000
+  --token_file FILE               where to write the token, for this user alone to read; default:
+                                  ~/.cache/lightning-rl-recipes/serve-PORT.token
+  --gpu_memory_utilization SHARE  vllm: share of the GPU's memory to use; default: 0.9
+  --max_rows_in_flight N          maximum number of completions decoded together; default: no limit
+""",
+    "sweep": """\
+usage: rl sweep FILE [--n_trials N] [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]
+
+Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. FILE names a config and ranges of its
+arguments; other options hold for all trials. A trial trains in one process. The same command resumes a stopped sweep,
+and several at once share the trials.
+
+options:
+  --n_trials N   number of trials, also to extend a finished sweep; default: the file's, or 50
+""",
+    "list": """\
+usage: rl list [WORD]
+
+Lists the installed configs with their one-line descriptions; with WORD, those whose name or description contains it.
+""",
+    "copy": """\
+usage: rl copy NAME FILE
+
+Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.
+""",
+    "doctor": """\
+usage: rl doctor
+
+Prints versions, the device, and for each missing extra the command that installs it.
+""",
+    "completion": """\
+usage: rl completion bash|zsh
+
+Prints a completion script: eval "$(rl completion bash)".
+""",
+}
+
+
+#: Lines of the whole text, and characters of a line.
+LINES, WIDTH = 60, 120
+
+_TRAINER = {
+    "trainer.accelerator": "cpu, gpu or auto", "trainer.devices": "processes, or GPUs",
+    "trainer.max_steps": "optimizer steps after which training ends", "trainer.precision": "32-true, bf16-mixed …",
+    "trainer.logger": "TensorBoardLogger, CSVLogger, WandbLogger, or false", "trainer.default_root_dir":
+    "folder of the logs", "seed_everything": "seed of everything random", "threads": "CPU threads of torch",
+    "resume": "resume the newest run of this model on this data", "record_every": "transitions between two videos",
+}  # fmt: skip
+
+
+def short_help(command: str, chosen: Mapping[str, type]) -> str:
+    """Returns the arguments of the run's classes, one line each, and the most used ones of the Trainer."""
+    head = [
+        f"usage: rl {command} --config NAME [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]",
+        f"       rl {command} --help all lists every option, with all of Lightning's",
+    ]
+    trainer = ["", "trainer and run", *(_line(name, "", text) for name, text in _TRAINER.items())]
+    left = LINES - len(head) - len(trainer)
+    parts: list[str] = []
+    for i, (group, cls) in enumerate(chosen.items()):
+        parts += _section(group, cls, left // 2 if i == 0 else left - len(parts))
+    return "\n".join([*head, *parts, *trainer])
+
+
+def _section(group: str, cls: type, lines: int) -> list[str]:
+    """Returns the arguments of a class, its own first; those for which there is no line are named."""
+    rows = [(name, default, text) for name, (default, text) in arguments(cls).items()]
+    summary = (inspect.getdoc(cls) or cls.__name__).partition("\n")[0]
+    title = ["", f"{group}: {cls.__name__}, {summary}"[:WIDTH]]
+    room = lines - len(title)
+    if len(rows) <= room:
+        return title + [_line(f"{group}.{name}", default, text) for name, default, text in rows]
+    rest = [name for name, _, _ in rows]
+    shown = room
+    while True:
+        names = textwrap.wrap(f"also: {', '.join(rest[shown:])}", WIDTH - 2, break_on_hyphens=False)
+        if shown + len(names) <= room:
+            break
+        shown -= 1
+    listed = [_line(f"{group}.{name}", default, text) for name, default, text in rows[:shown]]
+    return title + listed + [f"  {line}" for line in names]
+
+
+def arguments(cls: type) -> dict[str, tuple[str, str]]:
+    """Default and description of every argument of a class, then of the bases that it passes the rest on to."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        described = _descriptions(cls) | _descriptions(base) | _descriptions(cls)
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
+        for p in parameters:
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in found and p.name != "description":
+                default = "" if p.default is p.empty or p.default is None else str(p.default)
+                found[p.name] = (default, described.get(p.name, ""))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def _descriptions(cls: Any) -> dict[str, str]:
+    """Returns the ``Args`` entries in the docstrings of a class and its bases, by name."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        section = re.search(r"\n *Args:\n(.*?)(?:\n\n|\Z)", vars(base).get("__doc__") or "", re.DOTALL)
+        if section is not None:
+            body = textwrap.dedent(section.group(1))
+            for name, text in re.findall(r"^(\w+): (.*?)(?=^\*{0,2}\w+: |\Z)", body, re.DOTALL | re.MULTILINE):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+def _line(name: str, default: str, text: str) -> str:
+    left = f"  --{name}{f' {default}' if default else ''}"
+    line = f"{left:42} {text}"
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+
 
 #: Packages that every run needs.
 NEEDED = ("torch", "lightning", "jsonargparse", "gymnasium", "numpy", "tensorboard", "rich", "pillow")
@@ -93,3 +287,43 @@ def _device() -> str:
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{usable}; a run of a small network uses one (--threads N for more)"
+
+
+SHELLS = ("bash", "zsh")
+
+_BASH = """\
+_rl() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+  elif [ "$before" = --config ] || [ "$before" = -c ] || [ "${{COMP_WORDS[1]}}" = copy ]; then
+    COMPREPLY=($(compgen -W "$(rl list 2>/dev/null | cut -d' ' -f1)" -- "$word") $(compgen -f -- "$word"))
+  elif [ "$before" = --model ]; then
+    COMPREPLY=($(compgen -W "{models}" -- "$word"))
+  elif [ "$before" = --data ]; then
+    COMPREPLY=($(compgen -W "{datamodules}" -- "$word"))
+  elif [[ "$word" == -* ]]; then
+    COMPREPLY=($(compgen -W "{options}" -- "$word"))
+  else
+    COMPREPLY=($(compgen -f -- "$word"))
+  fi
+}}
+complete -o default -F _rl rl
+"""
+
+
+def completion(words: list[str]) -> str:
+    """Returns the completion script of a shell."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise UsageError(f"completion takes the name of a shell, bash or zsh, as in `eval \"$(rl completion bash)\"`; "
+                         f"got {' '.join(map(repr, words)) or 'none'}")  # fmt: skip
+    import datamodules
+    import rl_modules
+
+    text = _BASH.format(
+        commands=" ".join([*COMMANDS, *OTHERS]),
+        models=" ".join(rl_modules.__all__),
+        datamodules=" ".join(name for name in datamodules.__all__ if name.endswith("DataModule")),
+        options=" ".join(COMMON),
+    )
+    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if words[0] == "zsh" else text

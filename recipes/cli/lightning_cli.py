@@ -16,17 +16,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.base import ControlDataModule
-from recipes import callbacks, language
+from recipes import callbacks, language, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.progress import TransitionProgressBar
-from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
 from recipes.callbacks.signals import Stopped, end_at_sigterm
-from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_settings
+from recipes.cli import config_files, runs, trainer_settings
 from recipes.cli.classes import accept_whole_floats, chosen_classes, refuse_given, which_class, with_full_names
 from recipes.cli.options import arguments_of
-from recipes.cli.user_modules import place_in_users_code
+from recipes.cli.terminal import place_in_users_code
+from recipes.run import Run, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -73,7 +72,7 @@ class RLCLI(LightningCLI):
         self.arguments = args
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
-        self.resumed: resume.Run | None = None
+        self.resumed: Run | None = None
         #: The folder that this process made for a new run.
         self.made: Path | None = None
         #: Holds the run's folder while this process trains in it.
@@ -162,7 +161,7 @@ class RLCLI(LightningCLI):
     def _hold(self, folder: Path) -> None:
         """Holds a run's folder until the command ends; one rank does so for all."""
         if getattr(rank_zero_only, "rank", 0) == 0:  # before there is a Trainer
-            self._lock.enter_context(run_lock.held(folder))
+            self._lock.enter_context(held(folder))
 
     def _require_weights(self, config: Any) -> None:
         """Raises an error if a command would evaluate random weights."""
@@ -180,15 +179,11 @@ class RLCLI(LightningCLI):
             path = self.config[self.command]["ckpt_path"]
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
         if self.resumed is not None:
-            runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
-        self.made = runs.number_alike(self.trainer)
-        if self.resumed is None:
-            runs.open_csv_files(self.trainer)
-            runs.require_own_folder(self.trainer, self._get(self.config, "ckpt_path"))
+            continue_folder(self.resumed, self.checkpoint, self.trainer)
+        else:
+            require_own_folder(self.trainer, self._get(self.config, "ckpt_path"))
         name = runs.configured_name(self.config[self.command])
-        placed = runs.place_without_logger(self.trainer, name, self.resumed)
-        self.made = self.made or (placed if self.resumed is None else None)
-        folder = placed or runs.local_folder(self.trainer)
+        self.made, folder = begin(self.trainer, name, self.resumed)
         if self.resumed is None and folder is not None:
             self._hold(folder)
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
@@ -237,7 +232,7 @@ class RLCLI(LightningCLI):
         shows = config.get("enable_progress_bar")
         if self.command == "fit":
             record_every = self._get(self.config, "record_every")
-            callbacks += trainer_settings.settings_for_fit(config, record_every, self._controls)
+            callbacks += trainer_settings.settings_for_fit(config, record_every, self.datamodule)
         else:
             trainer_settings.settings_for_evaluation(config)
         if self.records and not self._controls:
@@ -260,10 +255,7 @@ class RLCLI(LightningCLI):
         if self.command != "fit":  # `Checkpoints` does so in a run
             end_at_sigterm(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
-            checkpoints: Any = Checkpoints.of(trainer)
-            checkpoints.progress = ProgressLines(
-                TransitionProgressBar() if self._controls else language.StepProgressBar()
-            )
+            show_lines(trainer, self.datamodule)
         precision = str(config.get("precision"))
         if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":
             # Lightning would warn and run in another precision.
@@ -289,7 +281,7 @@ class RLCLI(LightningCLI):
         except Exception as error:
             run = getattr(self.model, "run", None)
             if self.made is not None and run is not None and not run.has_begun:
-                runs.remove_unused(self.made)
+                remove_unused(self.made)
             if type(error).__module__.startswith("wandb."):
                 said = " ".join(str(error).split())
                 raise UsageError(f"trainer.logger: Weights & Biases says: {said}; or log to files alone with its "
@@ -361,7 +353,7 @@ class RLCLI(LightningCLI):
         if (name := next((name for name in monitors if name is not None and name not in names), None)) is None:
             return
         if self.made is not None:  # Lightning looks at the metric after the first epoch
-            runs.remove_unused(self.made)
+            remove_unused(self.made)
         logged = f"; it logs {', '.join(names[:40])}" if names else "; it has logged nothing yet"
         near = did_you_mean(name, names) or did_you_mean(f"train/{name}", names) or logged
         raise UsageError(f"a callback's monitor={name!r} is no metric of this run{near}") from error

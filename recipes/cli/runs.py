@@ -1,8 +1,7 @@
-"""Folders of runs: the folder of a new run, and the run and checkpoint that a resumed run continues."""
+"""The run that a command continues: its folder, its checkpoint, which is verified, and the settings that changed."""
 
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,25 +10,31 @@ from typing import Any
 import torch
 from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from recipes import language
 from recipes.callbacks import curves
-from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.log_folder import log_folder
-from recipes.callbacks.slurm import requeue_signals
-from recipes.cli import resume
+from recipes.run import LOGS, Run, folder_name, task_name
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, read_checkpoint, require_parts
 from rl_modules.common.errors import UsageError
-from rl_modules.loggers import adapters
+from rl_modules.common.storable import described
+from rl_modules.loggers import FILLED_IN
 
-#: Parent folder of all runs, below ``trainer.default_root_dir``.
-LOGS = "logs"
+#: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
+NAMES = ("last", "previous", "best")
+
+
+#: What a run needs of a checkpoint to
+RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
+
+
 #: The logger of a run that names none.
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
     "init_args": {"save_dir": LOGS, "name": None, "default_hp_metric": False},
 }
+
+
 #: Files of a run that another run in its folder would overwrite or continue.
 _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
@@ -61,20 +66,14 @@ def configured_name(config: Any) -> str:
     """Returns the same as :func:`run_name` before the objects exist."""
     algorithm = config["model"]["class_path"].rpartition(".")[2]
     settings = config["data"]["init_args"]
-    task = settings.get("env_id") or language.task_name(settings) or config["data"]["class_path"].rpartition(".")[2]
-    return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+    task = settings.get("env_id") or task_name(settings) or config["data"]["class_path"].rpartition(".")[2]
+    return folder_name(algorithm, task)
 
 
 def _logger(config: Any) -> Any:
     """Returns the logger whose folder is the run's: the first of several, as in Lightning."""
     given = config["trainer"]["logger"]
     return (given[0] if given else False) if isinstance(given, list) else given
-
-
-def run_name(algorithm: str, data: Any) -> str:
-    """Returns the name of a run's folder, ``<algorithm>-<task>``."""
-    task = data.hparams.get("env_id") or language.task_name(data.hparams) or type(data).__name__
-    return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
 def drawn_seed() -> int:
@@ -91,7 +90,7 @@ def drawn_seed() -> int:
 
 def find_checkpoint(
     config: Any, command: str, arguments: list[str], lock: Callable[[Path], Any]
-) -> tuple[dict[str, Any] | None, resume.Run | None]:
+) -> tuple[dict[str, Any] | None, Run | None]:
     """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written."""
     given = config.get("ckpt_path")
     if command == "fit" and given is None:
@@ -100,8 +99,8 @@ def find_checkpoint(
     if command == "fit" and given == "last":
         config["resume"] = True
     resumed = None
-    if given in resume.NAMES or config.get("resume"):
-        if given is not None and given not in resume.NAMES:
+    if given in NAMES or config.get("resume"):
+        if given is not None and given not in NAMES:
             raise UsageError(f"--resume finds its checkpoint by itself; leave out --ckpt_path {given}, or --resume")
         given, resumed = _resolve(config, command, given or "last")
     if resumed is not None:
@@ -113,17 +112,17 @@ def find_checkpoint(
         return None, resumed
     if not Path(given).exists():
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
-                         f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
+                         f"{', '.join(NAMES)} for the newest run's")  # fmt: skip
     if resumed is None:
-        checkpoint, taken = resume.read(Path(given)), Path(given)
+        checkpoint, taken = read(Path(given)), Path(given)
     else:
-        checkpoint, taken = resume.read_newest_whole(Path(given))
+        checkpoint, taken = read_newest_whole(Path(given))
         config["ckpt_path"] = str(taken)
     if command == "fit" and "optimizer_states" not in checkpoint:
         raise UsageError(f"ckpt_path={str(given)!r} holds weights alone, as save_weights_only writes them, and no run "
                          f"resumes from it; begin one with its weights: --model.init_from {given}, or for a language "
                          "model `rl export`, then --model.model_name_or_path")  # fmt: skip
-    return checkpoint, None if resumed is None else resume.Run(resumed.folder, taken)
+    return checkpoint, None if resumed is None else Run(resumed.folder, taken)
 
 
 def is_found_again(config: Any) -> bool:
@@ -133,22 +132,6 @@ def is_found_again(config: Any) -> bool:
     except UsageError:
         return False
     return True
-
-
-def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
-    """Refuses a new run in the folder of another run, which a user's logger may use for all runs."""
-    checkpoints = Checkpoints.of(trainer)
-    known = (TensorBoardLogger, CSVLogger, WandbLogger)
-    if not trainer.is_global_zero or not trainer.loggers or isinstance(trainer.loggers[0], known):
-        return
-    if checkpoints is None or not checkpoints.writes or trainer.fast_dev_run:
-        return
-    last = log_folder(trainer) / "checkpoints" / "last.ckpt"
-    if last.exists() and (ckpt_path is None or Path(ckpt_path).resolve().parent != last.resolve().parent):
-        raise UsageError(
-            f"{last.parent.parent} holds a run, which a new one would overwrite: {type(trainer.loggers[0]).__name__} "
-            f"gives both the same name and version; let it count, or continue the run with --ckpt_path {last}"
-        )
 
 
 def _require_free_folder(config: Any) -> None:
@@ -175,17 +158,17 @@ def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
         parent = _parent_folder(config)
         folder = parent / f"job_{os.environ['SLURM_JOB_ID']}_{command}"
         if config.get("resume") and not folder.is_dir():
-            same = sorted(parent.glob(f"job_*_{command}"), key=resume.changed_at)
-            folder = same[-1] if same else resume.newest_run(parent) or folder
+            same = sorted(parent.glob(f"job_*_{command}"), key=changed_at)
+            folder = same[-1] if same else newest_run(parent) or folder
         logger.init_args.version = folder.name
         config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
         config["resume"] = folder.is_dir()
 
 
-def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, resume.Run | None]:
+def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | None]:
     """Returns the newest run's checkpoint of that name, and for ``fit`` the run, whose folder the logger gets."""
     folder = _run_folder(config)
-    found = None if folder is None else resume.find(folder, name)
+    found = None if folder is None else find(folder, name)
     if found is None and not config.get("resume"):
         raise UsageError(f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
                          f"{folder or _parent_folder(config)}; give a path")  # fmt: skip
@@ -194,7 +177,7 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, resume.
     logger = _logger(config)
     if hasattr(logger, "init_args"):
         logger.init_args.version = folder.name
-    return found, resume.Run(folder, found)
+    return found, Run(folder, found)
 
 
 def _run_folder(config: Any) -> Path | None:
@@ -203,14 +186,14 @@ def _run_folder(config: Any) -> Path | None:
     logger = _logger(config)
     if not hasattr(logger, "init_args"):
         root = _root_folder(config)  # there were the checkpoints of earlier versions, and are those that SLURM requeues
-        return resume.newest_run(parent) or (root if (root / "checkpoints").is_dir() else None)
+        return newest_run(parent) or (root if (root / "checkpoints").is_dir() else None)
     version = logger.init_args.get("version")
     if logger.class_path.endswith("WandbLogger") and version is None:
         named = logger.init_args.get("id")
         runs = sorted(parent.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime)
         return parent / named if named else runs[-1].parent if runs else None
     if version is None:
-        return resume.newest_run(parent)
+        return newest_run(parent)
     return parent / (version if isinstance(version, str) else f"version_{version}")
 
 
@@ -236,116 +219,85 @@ def announce(checkpoint: dict[str, Any], path: str, model: Any, datamodule: Any)
     done = checkpoint.get(type(datamodule).__qualname__, {}).get("num_timesteps")
     at = f"{done:,} transitions" if done is not None else f"step {checkpoint['global_step']:,}"
     print(f"resuming from {path} ({at})")
-    for line in resume.changes(checkpoint, model, datamodule):
+    for line in changes(checkpoint, model, datamodule):
         print(line)
 
 
-def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer: Any) -> None:
-    """Prepares the folder of a resumed run: its curves end at the checkpoint, its config is not written again."""
-    if run.checkpoint is None and trainer.is_global_zero:
-        print(f"{run.folder} has no checkpoint yet: its run starts again")
-    for callback in trainer.callbacks:
-        if isinstance(callback, ConfigRecord):
-            callback.resumes = checkpoint is not None
-        if isinstance(callback, Checkpoints):
-            callback.last_path = run.checkpoint
-    states = (checkpoint or {}).get("callbacks", {})
-    written = states.get("Checkpoints", {})
-    if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
-        for logger in _unnumbered(trainer):
-            logger._version = run.folder.name
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-            curves.cut(Path(logger.log_dir), written.get("curves", {}))
-    own = adapters(trainer)
-    positions = written.get("loggers", [])
-    for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):
-        adapter.cut(position)
+def newest_run(parent: Path) -> Path | None:
+    """Returns the newest of a logger's folders; None where there is none.
 
-
-def number_alike(trainer: Any) -> Path | None:
-    """Gives all loggers of a new run the same version number, by which a resumed run finds their folders. Returns the
-    folder that this process made for the run; None: none.
-
-    The first rank makes the folder at once, so that runs that start together have different folders. A process that
-    starts the ranks calls this before it starts them; otherwise its folder would differ from theirs.
+    Of ``version_0``, ``version_1``, … it is the last; folders of SLURM jobs are compared with it by the time of their
+    last checkpoint.
     """
-    if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
-        return None
-    made = None
-    number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
-    if number is None:
-        number = max(logger._get_next_version() for logger in loggers)
-        if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
-            number = _claimed(Path(loggers[0].root_dir), number)
-            made = Path(loggers[0].root_dir) / f"version_{number}"
-    for logger in loggers:
-        logger._version = number
-    return made
+    numbered = {int(match.group(1)): path for path in parent.glob("version_*")
+                if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
+    runs = [path for path in parent.glob("job_*") if path.is_dir()]
+    return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
 
 
-def remove_unused(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it began, which ``--resume`` would take for the newest run.
-    A folder that holds weights is left.
+def changed_at(run: Path) -> float:
+    """Returns the time of the last change of a run's folder or checkpoints, in seconds since the epoch."""
+    return max(folder.stat().st_mtime for folder in (run, run / "checkpoints") if folder.is_dir())
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Returns a run's checkpoint by its name, one of :data:`NAMES`; None where there is none.
+
+    ``last`` is the newest from which the run can resume: a checkpoint written for a SLURM queue counts, and if the
+    renaming of ``last.ckpt`` was interrupted, ``previous.ckpt`` is used.
     """
-    if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
-        shutil.rmtree(folder, ignore_errors=True)
+    if name != "last":
+        path = folder / "checkpoints" / f"{name}.ckpt"
+        return path if path.exists() else None
+    candidates = [folder / "checkpoints" / "last.ckpt", *folder.glob("hpc_ckpt_*.ckpt")]
+    found = [path for path in candidates if path.exists()] or [
+        path for path in [folder / "checkpoints" / "previous.ckpt"] if path.exists()
+    ]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def place_without_logger(trainer: Any, name: str, run: resume.Run | None = None) -> Path | None:
-    """Gives a run without a logger a folder of its own, numbered as a logger does: runs that share one would overwrite
-    each other's checkpoints.
-    """
-    checkpoints = Checkpoints.of(trainer)
-    writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run
-    if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
-        return None
-    if run is None and "://" in str(trainer.default_root_dir):
-        return None
-    folder = _new_folder(Path(trainer.default_root_dir) / LOGS / name) if run is None else run.folder
-    trainer._default_root_dir = str(folder)
-    for callback in trainer.callbacks:
-        if isinstance(callback, ConfigRecord):
-            callback.has_folder = True
-    return folder
+def read(path: Path) -> dict[str, Any]:
+    """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used."""
+    try:
+        checkpoint = read_checkpoint(path, None, RESUMABLE)
+    except DamagedCheckpoint as error:
+        whole = next((other for other in _older(path) if damage_of(other) is None), None)
+        named = "previous" if whole is not None and whole.name == "previous.ckpt" else whole
+        advice = f"the one before it is whole: resume from it with --ckpt_path {named} ({whole})"
+        raise DamagedCheckpoint(f"{error}; {advice if whole else 'no earlier one is whole'}") from error
+    if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
+        require_parts(checkpoint, f"ckpt_path={str(path)!r}", ("hyper_parameters",))
+    return checkpoint
 
 
-def _new_folder(parent: Path) -> Path:
-    names = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
-    number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
-    return parent / f"version_{_claimed(parent, number)}"
+def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:
+    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning."""
+    try:
+        return read(path), path
+    except DamagedCheckpoint as error:
+        for other in _older(path):
+            if damage_of(other) is None:
+                checkpoint = read(other)
+                rank_zero_warn(f"{str(error).partition(';')[0]}; the run resumes from {other}, the one before it.")
+                return checkpoint, other
+        raise
 
 
-def open_csv_files(trainer: Any) -> None:
-    """Makes CSV loggers open their files while the folder of a new run is empty. Lightning would treat files in it,
-    such as the run's own config, as an older run's, and warn that it deletes them.
-    """
-    for logger in trainer.loggers if trainer.is_global_zero else []:
-        if isinstance(logger, CSVLogger):
-            logger.experiment  # noqa: B018
+def _older(path: Path) -> list[Path]:
+    """Returns the other checkpoints in a folder from which a run can resume, the best choice first."""
+    folder = path.parent
+    kept = sorted(folder.glob("step-*.ckpt"), key=lambda kept: kept.stat().st_mtime, reverse=True)
+    others = [folder / "last.ckpt", folder / "previous.ckpt", *kept, folder / "best.ckpt"]
+    return [other for other in others if other.exists() and not other.samefile(path) and path.name != "previous.ckpt"]
 
 
-def local_folder(trainer: Any) -> Path | None:
-    """Returns the run's own folder on this machine's disk; None where nothing is logged there."""
-    logger = trainer.loggers[0] if trainer.loggers else None
-    if not isinstance(logger, TensorBoardLogger | CSVLogger) or "://" in str(logger.log_dir):
-        return None
-    return Path(logger.log_dir)
-
-
-def _claimed(parent: Path, number: int) -> int:
-    """Makes the folder ``version_<number>``, or the next one that no other process has made; returns its number."""
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            (parent / f"version_{number}").mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return number
-
-
-def _unnumbered(trainer: Any) -> list[Any]:
-    """Returns the loggers that number their folders and have none yet."""
-    kinds = (TensorBoardLogger, CSVLogger)
-    return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]
+def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str]:
+    """Returns the arguments that differ from the checkpoint's, as ``clip_range: 0.2 → 0.1``."""
+    lines = []
+    for key, owner in (("hyper_parameters", model), ("datamodule_hyper_parameters", datamodule)):
+        saved = settings_of(checkpoint, key)
+        for name, value in owner.hparams.items():
+            value = described(value)  # as the checkpoint has it
+            if name in saved and name not in FILLED_IN and saved[name] != value:
+                lines.append(f"{name}: {saved[name]} → {value}")
+    return lines

@@ -3,15 +3,26 @@
 import fcntl
 import shlex
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from recipes import configs
-from recipes.cli import runs
 from recipes.cli.options import ALONE, of_group, unknown_option
 from recipes.cli.sweep_file import Sweep, read
-from recipes.cli.sweep_finals import run_finals
-from recipes.cli.sweep_run import FAILURES, Judge, Pruned, remove_checkpoints, run_once
-from recipes.cli.sweep_storage import best_trials, copy_evaluations, locked, open_study, same_settings, write_hparams
+from recipes.cli.sweep_trials import (
+    FAILURES,
+    Judge,
+    Pruned,
+    best_trials,
+    copy_evaluations,
+    locked,
+    open_study,
+    remove_checkpoints,
+    run_once,
+    same_settings,
+    write_hparams,
+)
+from recipes.run import LOGS
 from recipes.stages import checked
 from rl_modules.common.errors import UsageError
 
@@ -26,7 +37,7 @@ def sweep_command(words: list[str]) -> None:
                          f"{' '.join(words) or 'none'}")  # fmt: skip
     sweep = read(words[0], words[1:])
     check(sweep)
-    folder = Path(runs.LOGS) / f"sweep-{sweep.name}"
+    folder = Path(LOGS) / f"sweep-{sweep.name}"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "begin.lock", wait=True):
         study = open_study(sweep, folder)
@@ -142,3 +153,46 @@ def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) ->
         winner = next(trial for trial in best if trial.number == next(iter(finals)))
     words = ["rl", "fit", *(word for name in sweep.config for word in ("--config", name)), *sweep.arguments]
     return [*lines, where, shlex.join([*words, *(f"--{name}={value}" for name, value in winner.params.items())])]
+
+
+def run_finals(sweep: Sweep, study: Any, folder: Path) -> dict[int, float]:
+    """Runs the rest of the second round, together with other processes of the same sweep."""
+    finalists = best_trials(sweep, study, sweep.finalists)
+    seeds = range(sweep.final_seed, sweep.final_seed + sweep.final_seeds)
+    for wait in (False, True):  # what other processes run is waited for in the end
+        for seed in seeds:
+            for trial in finalists:
+                with locked(folder / f"final_{trial.number:04}_{seed}.lock", wait) as is_ours:
+                    if is_ours and _key(trial, seed) not in study.user_attrs:
+                        _run(sweep, study, trial, seed, folder)
+    means = {}
+    for trial in finalists:
+        results = [study.user_attrs[_key(trial, seed)] for seed in seeds]
+        if not any(isinstance(result, str) for result in results):
+            means[trial.number] = fmean(results)
+            write_hparams(folder, sweep, trial, _words(trial), means[trial.number])
+    return dict(sorted(means.items(), key=lambda found: found[1], reverse=sweep.mode == "max"))
+
+
+def _run(sweep: Sweep, study: Any, trial: Any, seed: int, folder: Path) -> None:
+    """Runs or resumes one seed of a finalist, and stores its result: a number, or the sentence that it failed with."""
+    run_folder = folder / "runs" / f"final_{trial.number:04}"
+    result: float | str
+    try:
+        result = run_once(sweep, _words(trial), seed, run_folder)
+        outcome = f"{sweep.objective} {result:.6g}"
+    except FAILURES as error:
+        result = str(error)
+        outcome = f"failed: {error}"
+    study.set_user_attr(_key(trial, seed), result)
+    if not sweep.keep_checkpoints:
+        remove_checkpoints(run_folder)
+    print(f"finalist {trial.number}, seed {seed}: {outcome}", flush=True)
+
+
+def _key(trial: Any, seed: int) -> str:
+    return f"final_{trial.number}_{seed}"
+
+
+def _words(trial: Any) -> dict[str, str]:
+    return {name: str(value) for name, value in trial.params.items()}

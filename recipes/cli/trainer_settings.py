@@ -10,11 +10,11 @@ from lightning import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ProgressBar
 
-from recipes import language
+from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.episode_writer import EpisodeWriter
-from recipes.callbacks.progress import TransitionProgressBar
+from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
 from recipes.callbacks.recorder import EpisodeRecorder
+from recipes.run import bar_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import Setting
 
@@ -28,9 +28,9 @@ NUMBERS = {
 LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
 
-def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
+def settings_for_fit(trainer: Any, record_every: int, data: Any) -> list:
     """Sets the progress bar of ``fit``; returns the callbacks to add."""
-    if record_every and not is_control:
+    if record_every and not isinstance(data, ControlDataModule):
         raise UsageError("record_every films episodes of an environment; leave it out for a language model")
     # Lightning calls every callback about ten times per batch, so only useful ones are added.
     callbacks: list = [EpisodeRecorder(record_every)] if record_every else []
@@ -39,7 +39,7 @@ def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
     shows = trainer.get("enable_progress_bar") is not False and (sys.stderr.isatty() or has_bar)
     trainer["enable_progress_bar"] = shows
     if shows and not has_bar:
-        callbacks.append(TransitionProgressBar() if is_control else language.StepProgressBar())
+        callbacks.append(bar_of(data))
     return callbacks
 
 
@@ -63,7 +63,7 @@ def prediction_writer(output: str | None, is_control: bool) -> Any:
     """Returns the callback that writes the episodes, or a language model's completions, to a file."""
     if is_control:
         return EpisodeWriter(output or "episodes.csv")
-    return language.CompletionWriter(output or "completions.csv")
+    return CompletionWriter(output or "completions.csv")
 
 
 def check(trainer: Any) -> None:

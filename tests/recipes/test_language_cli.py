@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from recipes.cli import main
-from recipes.cli.summary import export_of
 from recipes.language import require_room
+from recipes.summary import export_of
 from rl_modules import DPO, GRPO, KTO, SFT
 from rl_modules.common.errors import UsageError
 
@@ -238,7 +238,7 @@ def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
 
 def test_progress_bar_counts_optimizer_steps(monkeypatch, capsys, make_trainer):
     from datamodules import InstructionDataModule
-    from recipes.language import StepProgressBar
+    from recipes.callbacks.progress import StepProgressBar
     from rl_modules import SFT
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

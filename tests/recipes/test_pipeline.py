@@ -8,8 +8,8 @@ import lightning as L
 import pytest
 import torch
 
+from recipes.pictures import draw_curves, labels, round_numbers
 from recipes.pipeline import Pipeline, _in_a_process
-from recipes.stage_curves import draw_curves, labels, round_numbers
 from recipes.stages import check_stages, in_one_process, rl_words, world_size
 from rl_modules.common.errors import UsageError
 

@@ -10,14 +10,14 @@ import pytest
 
 RANK = """
 import time
-from recipes.rank_processes import end_with_starter
+from recipes.callbacks.signals import end_with_starter
 end_with_starter()
 print("waits", flush=True)
 time.sleep(60)
 """
 STARTER = f"""
 import os, subprocess, sys, time
-from recipes.rank_processes import end_with_starter
+from recipes.callbacks.signals import end_with_starter
 end_with_starter()
 rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], env={{**os.environ, "LOCAL_RANK": "1"}})
 print(rank.pid, flush=True)

@@ -16,9 +16,9 @@ from tensorboard.plugins.hparams.backend_context import Context
 
 from datamodules import PromptDataModule, RolloutDataModule
 from recipes import Trainer
-from recipes.callbacks.hparams import write_hparams
+from recipes.callbacks.curves import write_hparams
 from recipes.cli import main
-from recipes.cli.summary import changed_settings
+from recipes.summary import changed_settings
 from rl_modules import GRPO, PPO
 from tests.chaos import TINY
 

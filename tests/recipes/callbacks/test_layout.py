@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from recipes.callbacks.layout import CHARTS, layout_of
+from recipes.callbacks.curves import CHARTS, layout_of
 from recipes.cli import main
 from rl_modules import PPO, RLOO, SAC
 

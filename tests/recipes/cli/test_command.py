@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules import RolloutDataModule
 from recipes import configs
 from recipes.cli import config_files, main
-from recipes.cli.summary import evaluate_policy
+from recipes.summary import evaluate_policy
 from rl_modules import PPO
 from tests.training import fit
 

@@ -21,9 +21,10 @@ from lightning.pytorch.loggers.logger import Logger
 
 from recipes.callbacks import curves
 from recipes.callbacks.signals import Stopped
-from recipes.cli import main, run_lock
+from recipes.cli import main
 from recipes.cli.command import _resume_command
-from recipes.cli.resume import damage_of
+from recipes.run import LOCK
+from rl_modules.common.checkpoint_file import damage_of
 from tests import chaos
 from tests.marks import quick
 from tests.training import assert_equal_checkpoints
@@ -557,8 +558,8 @@ def test_the_printed_command_resumes_its_own_run_where_a_newer_one_has_begun(
 HOLDER = """
 import sys
 from pathlib import Path
-from recipes.cli import run_lock
-with run_lock.held(Path(sys.argv[1])):
+from recipes import run
+with run.held(Path(sys.argv[1])):
     print("held", flush=True)
     input()
 """
@@ -576,9 +577,9 @@ def test_a_run_that_another_process_trains_is_not_resumed(rl: Any) -> None:
         code, _, err = rl("fit", *RUN, more, "--resume")
         assert code == 1 and f"error: another process trains the run in {run}" in err
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-        locked = (run / run_lock.NAME).stat().st_ino
+        locked = (run / LOCK).stat().st_ino
         other.communicate("\n")
     code, out, err = rl("fit", *RUN, more, "--resume")
     assert code == 0 and "resuming from" in out, err
     # A process that had opened another file by this name would hold a lock beside that of the next.
-    assert (run / run_lock.NAME).stat().st_ino == locked
+    assert (run / LOCK).stat().st_ino == locked

@@ -303,7 +303,7 @@ def by_setting(monkeypatch, run_once):
         return float(chosen["model.learning_rate"])
 
     monkeypatch.setattr(sweep_module, "run_once", run)
-    monkeypatch.setattr("recipes.cli.sweep_finals.run_once", run)
+    monkeypatch.setattr("recipes.cli.sweep.run_once", run)
 
 
 FINALS = {"n_trials": 4, "seeds": 1, "finalists": 3, "final_seeds": 2}
@@ -320,7 +320,7 @@ def test_a_trial_that_draws_an_earlier_one_s_settings_runs_nothing(sweep, monkey
         return float(chosen["model.learning_rate"])
 
     monkeypatch.setattr(sweep_module, "run_once", run)
-    monkeypatch.setattr("recipes.cli.sweep_finals.run_once", run)
+    monkeypatch.setattr("recipes.cli.sweep.run_once", run)
     search = {"model.learning_rate": {"values": [0.001, 0.002]}}
     code, out, err = sweep(search=search, n_trials=6, finalists=3, final_seeds=1)
     assert code == 0, err
@@ -526,7 +526,7 @@ def test_a_run_of_a_sweep_begins_without_the_last_one_s_memory(sweep, monkeypatc
             self.itself = self  # as a Trainer, its module and its loops
             seen.append(weakref.ref(self))
 
-    monkeypatch.setattr("recipes.cli.sweep_run.TrialRun", Run)
+    monkeypatch.setattr("recipes.cli.sweep_trials.TrialRun", Run)
     monkeypatch.setattr("recipes.callbacks.curves.points", lambda folder: {"eval/mean_reward": [(0, 1.0)]})
     gc.disable()
     try:

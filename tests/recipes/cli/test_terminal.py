@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import recipes.callbacks.progress_lines as lines
+import recipes.callbacks.progress as lines
 from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.cli import completion, main
+from recipes.cli import information, main
 from rl_modules.common import extras
 from rl_modules.common.errors import UsageError
 
@@ -180,7 +180,7 @@ def test_completion_is_a_script_that_bash_takes(rl, tmp_path):
     done = subprocess.run(["bash", "rl.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["ppo/cartpole.yaml", "doctor"]
     with pytest.raises(UsageError, match="bash or zsh"):
-        completion.script(["fish"])
+        information.completion(["fish"])
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.cli import main
-from recipes.cli.runs import drawn_seed, number_alike
+from recipes.cli.runs import drawn_seed
+from recipes.run import number_alike
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",

@@ -18,8 +18,9 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
 from recipes.cli import main
-from recipes.cli.resume import damage_of, read
+from recipes.cli.runs import read
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
+from rl_modules.common.checkpoint_file import damage_of
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sharding import whole
 from tests.ranks import on_ranks

@@ -13,10 +13,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 import rl_modules
 from datamodules.base import ControlDataModule
-from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.hparams import write_hparams
-from recipes.callbacks.log_folder import log_folder
+from recipes.callbacks.curves import log_folder, write_hparams
 from rl_modules.common.launched import launches
 from rl_modules.common.spaces import image_brief
 from rl_modules.loggers import flat_settings
@@ -30,7 +28,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     if controls:
         rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
     else:
-        rows = language.summary(model, data, final, step, seconds)
+        rows = language_rows(model, data, final, step, seconds)
     rows |= limit_of(trainer)
     record_final(trainer, model, data, final, step)
     if trainer.is_global_zero:
@@ -54,7 +52,7 @@ def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[d
     """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
     loggers = trainer.loggers
     try:
-        return (evaluate_policy if controls else language.final_metrics)(trainer, model, data), False
+        return (evaluate_policy if controls else final_metrics)(trainer, model, data), False
     except KeyboardInterrupt:
         return {}, True
     except SystemExit as exit_:
@@ -82,7 +80,7 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         mean, std = final["test/mean_reward"], final["test/std_reward"]
         result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
     seconds, total = time["time/time_elapsed"], round(time["time/total_timesteps"])
-    resumed = language.since_resumed(round(time["time/fps"] * seconds), total)
+    resumed = since_resumed(round(time["time/fps"] * seconds), total)
     rows = {
         f"{type(model).__name__} on {data.env_name}": result,
         "transitions": f"{total:,}{resumed} in {seconds:.1f} s ({time['time/fps']:,.0f} per second)",
@@ -217,3 +215,33 @@ def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
 
 def _differs(value: Any, default: Any) -> bool:
     return value != default and str(value) != str(default)
+
+
+def final_metrics(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    """Evaluates on all held-out records; returns the last point of the ``eval/*`` curves, none without such records."""
+    if not data.can_evaluate:
+        return {}
+    loggers, trainer.loggers = trainer.loggers, []
+    trainer.test(model, datamodule=data, verbose=False, weights_only=True)
+    trainer.loggers = loggers
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
+    return {name: value for name, value in found.items() if value == value}
+
+
+def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:
+    """Returns the summary of a run, one row per name."""
+    first = model.best_metric[0]
+    order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("eval/"), name))
+    shown = [f"{name.removeprefix('eval/')} {final[name]:.4g}" for name in order]
+    rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown) or "no held-out records to evaluate on"}
+    began_step, began_tokens = model.began_at
+    rows["optimizer steps"] = f"{steps:,}{since_resumed(steps - began_step, steps)} in {seconds:.1f} s"
+    if tokens := model.num_tokens - began_tokens:
+        whole = f"{model.num_tokens:,}{since_resumed(tokens, model.num_tokens)}"
+        rows["tokens"] = f"{whole}, {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"
+    return rows
+
+
+def since_resumed(part: int, whole: int) -> str:
+    """Returns how many of a run's steps, tokens or transitions this process made; nothing where it made all."""
+    return "" if part == whole else f" ({part:,} since the run resumed)"

@@ -1,0 +1,212 @@
+"""Pictures: the values of a grid world, as a callback too, and the curves of several stages."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from datamodules.envs.model import TransitionModel
+from recipes.callbacks.curves import log_folder
+
+#: From low to high value: matplotlib's viridis, five anchors.
+_COLORS = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], float)
+_CELL = 72
+_OVERSAMPLING = 2
+
+
+def draw_values(q: Tensor, model: TransitionModel, title: tuple[str, ...] = ()) -> np.ndarray:
+    """Draws a heat map of max_a Q(s, a) with an arrow for every best action."""
+    assert model.cells is not None
+    rows, columns = len(model.cells), len(model.cells[0])
+    scale = _CELL * _OVERSAMPLING
+    top = round(scale * (0.1 + 0.26 * len(title)))
+    width = max(columns * scale, round(scale * 0.125 * max((len(line) for line in title), default=0)))
+    left = (width - columns * scale) // 2
+    image = Image.new("RGB", (width, top + rows * scale), "white")
+    pen = ImageDraw.Draw(image)
+    font, small = ImageFont.load_default(scale * 0.2), ImageFont.load_default(scale * 0.17)
+    for i, line in enumerate(title):
+        pen.text((left + scale * 0.05, scale * (0.05 + 0.26 * i)), line, "black", font)
+    value = q.max(-1).values
+    lives = model.acts_in()
+    low, high = (float(value[lives].min()), float(value[lives].max())) if lives.any() else (0.0, 0.0)
+    directions = action_directions(model)
+    for s in range(model.states):
+        row, column = divmod(s, columns)
+        x, y = left + column * scale, top + row * scale
+        letter = model.cells[row][column]
+        shade = (float(value[s]) - low) / (high - low) if high > low else 0.5
+        color = _color(shade) if lives[s] else (90, 90, 90) if letter in "#" else (225, 225, 225)
+        pen.rectangle((x, y, x + scale - 1, y + scale - 1), color, "white", 2)
+        ink = "black" if sum(color) > 330 else "white"
+        if letter not in ".F#" or not lives[s]:
+            pen.text((x + scale * 0.08, y + scale * 0.04), letter.strip("#"), ink, small)
+        if lives[s]:
+            pen.text((x + scale * 0.5, y + scale * 0.86), f"{float(value[s]):.3g}", ink, small, anchor="mm")
+            for a in (q[s] == value[s]).nonzero()[:, 0].tolist():
+                _arrow(pen, x + scale * 0.5, y + scale * 0.45, directions[a], scale * 0.26, ink)
+    return np.asarray(image.reduce(_OVERSAMPLING))
+
+
+def action_directions(model: TransitionModel) -> list[tuple[int, int]]:
+    """Returns each action's direction in a grid world as (rows, columns); (0, 0) is an action that does not move.
+
+    The directions are computed from the transitions to neighbouring cells, so that the environment's numbering of
+    actions is not needed. Slipping to both sides cancels out, and a rare jump (off the cliff to the start next to it)
+    has less weight than the ordinary moves.
+    """
+    assert model.cells is not None
+    columns = len(model.cells[0])
+    states = torch.arange(model.states)
+    inner = model.transition[: model.states, :, : model.states]
+    row_step = states[None, :] // columns - states[:, None] // columns
+    column_step = states[None, :] % columns - states[:, None] % columns
+    neighbour = (row_step.abs() + column_step.abs() == 1).double()
+    directions = []
+    for a in range(inner.shape[1]):
+        weight = inner[:, a] * neighbour
+        y, x = float((weight * row_step).sum()), float((weight * column_step).sum())
+        if max(abs(y), abs(x)) < 1e-9:
+            directions.append((0, 0))
+        else:
+            directions.append((int(np.sign(y)), 0) if abs(y) >= abs(x) else (0, int(np.sign(x))))
+    return directions
+
+
+def _color(shade: float) -> tuple[int, int, int]:
+    position = min(max(shade, 0.0), 1.0) * (len(_COLORS) - 1)
+    i = min(int(position), len(_COLORS) - 2)
+    r, g, b = _COLORS[i] + (position - i) * (_COLORS[i + 1] - _COLORS[i])
+    return round(r), round(g), round(b)
+
+
+def _arrow(pen: Any, x: float, y: float, direction: tuple[int, int], length: float, ink: str) -> None:
+    dy, dx = direction
+    if not dx and not dy:
+        pen.ellipse((x - length / 6, y - length / 6, x + length / 6, y + length / 6), ink)
+        return
+    tip = (x + dx * length, y + dy * length)
+    neck = (x + dx * length * 0.5, y + dy * length * 0.5)
+    half = length * 0.22
+    pen.line((x, y, *neck), ink, max(2, round(length * 0.12)))
+    pen.polygon((tip, (neck[0] - dy * half, neck[1] + dx * half), (neck[0] + dy * half, neck[1] - dx * half)), ink)
+
+
+class ValuePictures(Callback):
+    """Writes ``values_before.png`` and ``values_after.png`` into the run's folder, and both to TensorBoard.
+
+    It supports tabular agents on grid worlds (Maze, FrozenLake, CliffWalking), and warns otherwise.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.datamodule.num_timesteps == 0:  # type: ignore[attr-defined]
+            self._draw(trainer, pl_module, "before")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw(trainer, pl_module, "after")
+
+    @rank_zero_only
+    def _draw(self, trainer: L.Trainer, pl_module: Any, when: str) -> None:
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        model = datamodule.transition_model()
+        name = type(pl_module).__name__
+        if model is None or model.cells is None or not hasattr(pl_module, "greedy_policy"):
+            rank_zero_warn(
+                f"ValuePictures draws tables of grid worlds; {name} on {datamodule.env_name} gets no picture"
+            )
+            return
+        achieved, best = model.expected_return(pl_module.greedy_policy()), model.optimal_return()
+        title = (f"{name} on {datamodule.env_name}", f"{datamodule.num_timesteps:,} transitions",
+                 f"greedy return {achieved:.4g} (best {best:.4g})")  # fmt: skip
+        image = draw_values(pl_module.allowed_q, model, title)
+        folder = log_folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"values_{when}.png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("values", image, datamodule.num_timesteps, dataformats="HWC")
+
+
+_INKS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+_TEXT, _GRID = "#333333", "#dddddd"
+#: Pixels: height of a panel, room above it for its title and the ticks of the panel before, left and right margins.
+_PANEL, _TOP, _LEFT, _RIGHT = 150, 44, 80, 10
+
+
+def draw_curves(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str], width: int = 900
+) -> Image.Image:
+    """Draws the curves of several stages, one after the other, in one panel per metric."""
+    shown = [metric for metric in metrics if any(metric in curves for curves in points.values())]
+    length = {stage: max((c[-1][0] for c in curves.values() if c), default=1) for stage, curves in points.items()}
+    scale = (width - _LEFT - _RIGHT) / (sum(length.values()) or 1)
+    image = Image.new("RGB", (width, max(1, len(shown)) * (_PANEL + _TOP) + _TOP), "white")
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(14)
+    for row, metric in enumerate(shown):
+        values = [value for curves in points.values() for _, value in curves.get(metric, ())]
+        ticks = round_numbers(min(values), max(values))
+        bottom, spread = (row + 1) * (_PANEL + _TOP), ticks[-1] - ticks[0]
+        pen.text((_LEFT, bottom - _PANEL - 22), metric, "black", font)
+        for tick, label in zip(ticks, labels(ticks), strict=True):
+            y = bottom - _PANEL * (tick - ticks[0]) / spread
+            pen.line((_LEFT, y, width - _RIGHT, y), _GRID)
+            pen.text((_LEFT - 8 - pen.textlength(label, font), y - 9), label, _TEXT, font)
+        start = 0
+        for i, (stage, curves) in enumerate(points.items()):
+            line = [(_LEFT + scale * (start + step), bottom - _PANEL * (value - ticks[0]) / spread)
+                    for step, value in curves.get(metric, ())]  # fmt: skip
+            if len(line) > 1:
+                pen.line(line, _INKS[i % len(_INKS)], 2)
+            start += length[stage]
+        _mark_steps(pen, font, length, scale, bottom)
+    x, y = float(_LEFT), len(shown) * (_PANEL + _TOP) + 24
+    for i, stage in enumerate(points):
+        pen.text((x, y), stage, _INKS[i % len(_INKS)], font)
+        x += pen.textlength(stage, font) + 24
+    return image
+
+
+def _mark_steps(pen: Any, font: Any, length: Mapping[str, int], scale: float, bottom: int) -> None:
+    """Marks round numbers of optimizer steps below a panel, which each stage counts from 0, as far as there is room."""
+    start, free = 0, 0.0
+    for steps in length.values():
+        x = _LEFT + scale * start
+        pen.line((x, bottom - _PANEL, x, bottom + 4), "#888888")
+        for tick in round_numbers(0, steps, at_most=max(2, int(scale * steps / 70))):
+            label, x = f"{tick:,.0f}", _LEFT + scale * (start + tick)
+            half = pen.textlength(label, font) / 2
+            if tick <= steps and x - half >= free:
+                pen.line((x, bottom, x, bottom + 4), "#888888")
+                pen.text((x - half if tick < steps else x - 2 * half, bottom + 4), label, _TEXT, font)
+                free = x + half + 10
+        start += steps
+
+
+def round_numbers(low: float, high: float, at_most: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, from at or below ``low`` to at or above ``high``."""
+    if high <= low:
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+    power = 10.0 ** math.floor(math.log10((high - low) / at_most))
+    for factor in (1, 2, 5, 10, 20, 50):
+        step = factor * power
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first <= at_most:
+            break
+    return [i * step for i in range(first, last + 1)]
+
+
+def labels(ticks: Sequence[float]) -> list[str]:
+    """Formats numbers with enough decimals to distinguish them."""
+    step = ticks[1] - ticks[0]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if decimals > 4 or max(map(abs, ticks)) >= 1e6:
+        return [f"{tick:.3g}" for tick in ticks]
+    return [f"{tick:,.{decimals}f}" for tick in ticks]

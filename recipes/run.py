@@ -1,0 +1,231 @@
+"""One run under ``rl fit`` and ``recipes.Trainer``: its name, folder, lock, progress and end."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+
+from datamodules.base import ControlDataModule
+from recipes.callbacks import curves
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.curves import log_folder
+from recipes.callbacks.progress import ProgressLines, StepProgressBar, TransitionProgressBar
+from recipes.callbacks.signals import requeue_signals
+from rl_modules.common.errors import UsageError
+from rl_modules.loggers import adapters
+
+#: Parent folder of all runs, below ``trainer.default_root_dir``.
+LOGS = "logs"
+
+
+#: File of a run's folder that a process which trains in it holds.
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and its checkpoint; None if the run was stopped before it wrote one."""
+
+    folder: Path
+    checkpoint: Path | None
+
+
+def run_name(algorithm: str, data: Any) -> str:
+    """Returns the name of a run's folder, ``<algorithm>-<task>``."""
+    task = data.hparams.get("env_id") or task_name(data.hparams) or type(data).__name__
+    return folder_name(algorithm, task)
+
+
+def folder_name(algorithm: str, task: str) -> str:
+    """Returns the name of a run's folder, without characters that a file system may refuse."""
+    return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
+def task_name(settings: Any) -> str | None:
+    """Returns the name of the task, file or dataset, for the run's folder; None where there is none of them."""
+    for key in ("task", "path", "dataset"):
+        if settings.get(key):
+            return Path(settings[key]).stem if key == "path" else str(settings[key])
+    return None
+
+
+def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[Path | None, Path | None]:
+    """Gives a run its folder. Returns the folder that this process made for it, and the one on this machine's disk.
+
+    The first rank makes the folder at once, so that runs that start together have different folders. A process that
+    starts the ranks does so before it starts them; otherwise its folder would differ from theirs.
+    """
+    made = number_alike(trainer)
+    if run is None:
+        _open_csv_files(trainer)
+    placed = place_without_logger(trainer, name, run)
+    return made or (placed if run is None else None), placed or local_folder(trainer)
+
+
+def number_alike(trainer: Any) -> Path | None:
+    """Gives all loggers of a new run the same version number, by which a resumed run finds their folders. Returns the
+    folder that this process made for the run; None: none.
+
+    The first rank makes the folder at once, so that runs that start together have different folders. A process that
+    starts the ranks calls this before it starts them; otherwise its folder would differ from theirs.
+    """
+    if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
+        return None
+    made = None
+    number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
+    if number is None:
+        number = max(logger._get_next_version() for logger in loggers)
+        if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
+            number = _claimed(Path(loggers[0].root_dir), number)
+            made = Path(loggers[0].root_dir) / f"version_{number}"
+    for logger in loggers:
+        logger._version = number
+    return made
+
+
+def _unnumbered(trainer: Any) -> list[Any]:
+    """Returns the loggers that number their folders and have none yet."""
+    kinds = (TensorBoardLogger, CSVLogger)
+    return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]
+
+
+def _claimed(parent: Path, number: int) -> int:
+    """Makes the folder ``version_<number>``, or the next one that no other process has made; returns its number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            (parent / f"version_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+def _open_csv_files(trainer: Any) -> None:
+    """Makes CSV loggers open their files while the folder of a new run is empty. Lightning would treat files in it,
+    such as the run's own config, as an older run's, and warn that it deletes them.
+    """
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(logger, CSVLogger):
+            logger.experiment  # noqa: B018
+
+
+def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
+    """Refuses a new run in the folder of another run, which a user's logger may use for all runs."""
+    checkpoints = Checkpoints.of(trainer)
+    known = (TensorBoardLogger, CSVLogger, WandbLogger)
+    if not trainer.is_global_zero or not trainer.loggers or isinstance(trainer.loggers[0], known):
+        return
+    if checkpoints is None or not checkpoints.writes or trainer.fast_dev_run:
+        return
+    last = log_folder(trainer) / "checkpoints" / "last.ckpt"
+    if last.exists() and (ckpt_path is None or Path(ckpt_path).resolve().parent != last.resolve().parent):
+        raise UsageError(
+            f"{last.parent.parent} holds a run, which a new one would overwrite: {type(trainer.loggers[0]).__name__} "
+            f"gives both the same name and version; let it count, or continue the run with --ckpt_path {last}"
+        )
+
+
+def place_without_logger(trainer: Any, name: str, run: Run | None = None) -> Path | None:
+    """Gives a run without a logger a folder of its own, numbered as a logger does: runs that share one would overwrite
+    each other's checkpoints.
+    """
+    checkpoints = Checkpoints.of(trainer)
+    writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run
+    if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
+        return None
+    if run is None and "://" in str(trainer.default_root_dir):
+        return None
+    folder = _new_folder(Path(trainer.default_root_dir) / LOGS / name) if run is None else run.folder
+    trainer._default_root_dir = str(folder)
+    for callback in trainer.callbacks:
+        if isinstance(callback, ConfigRecord):
+            callback.has_folder = True
+    return folder
+
+
+def _new_folder(parent: Path) -> Path:
+    names = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
+    number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
+    return parent / f"version_{_claimed(parent, number)}"
+
+
+def local_folder(trainer: Any) -> Path | None:
+    """Returns the run's own folder on this machine's disk; None where nothing is logged there."""
+    logger = trainer.loggers[0] if trainer.loggers else None
+    if not isinstance(logger, TensorBoardLogger | CSVLogger) or "://" in str(logger.log_dir):
+        return None
+    return Path(logger.log_dir)
+
+
+def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -> None:
+    """Prepares the folder of a resumed run: its curves end at the checkpoint, its config is not written again."""
+    if run.checkpoint is None and trainer.is_global_zero:
+        print(f"{run.folder} has no checkpoint yet: its run starts again")
+    for callback in trainer.callbacks:
+        if isinstance(callback, ConfigRecord):
+            callback.resumes = checkpoint is not None
+        if isinstance(callback, Checkpoints):
+            callback.last_path = run.checkpoint
+    states = (checkpoint or {}).get("callbacks", {})
+    written = states.get("Checkpoints", {})
+    if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
+        for logger in _unnumbered(trainer):
+            logger._version = run.folder.name
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            curves.cut(Path(logger.log_dir), written.get("curves", {}))
+    own = adapters(trainer)
+    positions = written.get("loggers", [])
+    for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):
+        adapter.cut(position)
+
+
+def remove_unused(folder: Path) -> None:
+    """Removes the folder of a run that was refused before it began, which ``--resume`` would take for the newest run.
+    A folder that holds weights is left.
+    """
+    if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds a run's folder for this process.
+
+    The lock is a POSIX lock, which forked processes do not inherit, so environments' processes that outlive a killed
+    run do not keep it. If the platform or the file system does not support such locks, nothing is locked.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # The file stays: a process that has opened it would lock a file that is there no longer.
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise UsageError(f"another process trains the run in {folder}; stop it first, or leave out --resume for a "
+                             "new run") from error  # fmt: skip
+        except OSError:
+            pass
+        yield
+
+
+def bar_of(data: Any) -> TransitionProgressBar:
+    """Returns the progress bar of a datamodule's runs."""
+    return TransitionProgressBar() if isinstance(data, ControlDataModule) else StepProgressBar()
+
+
+def show_lines(trainer: Any, data: Any) -> None:
+    """Makes a run without a terminal print its progress as lines."""
+    if (checkpoints := Checkpoints.of(trainer)) is not None:
+        checkpoints.progress = ProgressLines(bar_of(data))
