@@ -30,6 +30,7 @@ from rl_modules.language.frozen_weights import (
     source_path,
 )
 from rl_modules.language.generation_defaults import without_ignored
+from rl_modules.language.gguf import directory_of
 from rl_modules.language.learning_rate import check_schedule, make_schedule
 from rl_modules.language.lora import (
     begins_unchanged,
@@ -82,6 +83,8 @@ def name_or_object(name: str, value: Any) -> Any:
     """A name, or the object in a tuple, because an attribute would become a part of the module."""
     if type(value) in (list, tuple, set, dict):
         raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where a single text should be")
+    if isinstance(value, str) and value.endswith(".gguf"):
+        return directory_of(value)
     return value if is_name(value) else (value,)
 
 
@@ -132,8 +135,9 @@ class LanguageModule(LanguageMetrics):
     adam_eps = 1e-8
 
     model_name_or_path: Any = setting(
-        None, "directory or hub name of a pretrained model, in Python also the model itself, which is copied; None: a "
-        "randomly initialised model. A checkpoint of a run that began with an object holds all of its weights",
+        None, "directory, hub name or GGUF file (``package/file.gguf`` within an installed package) of a pretrained "
+        "model, in Python also the model itself, which is copied; None: a randomly initialised model. A checkpoint of "
+        "a run that began with an object holds all of its weights",
         kind=str | None, positional=True, attribute="_given_model", check=name_or_object,
         stores=name_alone)  # fmt: skip
     model_config: dict[str, Any] | None = setting(

