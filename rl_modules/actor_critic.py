@@ -128,6 +128,6 @@ class ActorCriticModule(ControlModule):
         arguments [T, N].
         """
         if self.logs_this_epoch:
-            if self.source.ranks_differ_in_size:  # some rows are resets
+            if self._trainer is None or self.source.ranks_differ_in_size:  # some rows are resets
                 value, returns = value[valid], returns[valid]
             self.record_now(explained_variance=ranks.explained_variance(value, returns, self._is_alone))

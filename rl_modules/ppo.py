@@ -64,6 +64,11 @@ class PPO(ActorCriticModule):
     #: Whether the updates on this rollout have ended.
     kl_exceeded: bool = persistent(False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.penalizes and self.target_kl is None:
+            self.target_kl = 0.01
+
     @property
     def penalizes(self) -> bool:
         """Whether the objective has the adaptive KL penalty instead of clipping."""
@@ -150,7 +155,7 @@ class PPO(ActorCriticModule):
         kl = self.kl_from_old(policy, rollout)
         mean = float(self.mean_over_ranks(kl.mean() * self.rank_weight(len(kl))))  # every rank comes to the same β
         self.record_now(kl_coef=self.beta, kl=mean)
-        self.beta = F.adapt_kl_coefficient(self.beta, mean, self.target_kl or 0.01)
+        self.beta = F.adapt_kl_coefficient(self.beta, mean, self.target_kl)
 
     # ---------------------------------------------------------------- early stop at target_kl
 
