@@ -3,6 +3,7 @@
 python -m benchmarks.encoder
 """
 
+import os
 import time
 from unittest import mock
 
@@ -10,19 +11,19 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rl_modules import nature_cnn
+from rl_modules.networks.actor_critic import encoders
 
 
 def main(rounds: int = 8) -> None:
     """Prints milliseconds per minibatch, the fastest of the rounds, and their ratio."""
     torch.set_num_threads(1)
-    network = nature_cnn.NatureCNN(spaces.Box(0, 255, (4, 84, 84), np.uint8))
+    network = encoders.NatureCNN(spaces.Box(0, 255, (4, 84, 84), np.uint8))
     for n in (32, 256):
         frames = torch.randint(0, 255, (n, 4, 84, 84), dtype=torch.uint8)
         took: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(rounds):
             for is_fast, times in took.items():
-                with mock.patch.object(nature_cnn, "is_fast", lambda weight, answer=is_fast: answer):
+                with mock.patch.dict(os.environ, RL_FAST=str(int(is_fast))):
                     start_s = time.perf_counter()
                     network(frames).sum().backward()
                     times.append(time.perf_counter() - start_s)

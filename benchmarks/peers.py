@@ -26,7 +26,7 @@ import yaml
 from benchmarks.results import PEER, ROWS, STORE, Row, check_settings
 from recipes import configs
 from rl_modules.common.schedules import parse_schedule, schedule_value
-from rl_modules.layers import activation
+from rl_modules.networks.layers import activation
 
 #: Arguments that the peer takes in its ``policy_kwargs``.
 OF_POLICY = ("net_arch", "activation_fn", "log_std_init", "ortho_init", "n_quantiles", "n_critics")

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from gymnasium.envs.registration import register, registry
 
-import rl_modules  # noqa: F401  (defers some of Lightning's imports)
-
 _EXPORTS = {
     "InstructionDataModule": "datamodules.language.instruction",
     "PreferenceDataModule": "datamodules.language.preference",

@@ -7,7 +7,7 @@ the inputs of ``act`` and ``prepare`` too, because layers that a subclass adds n
 from collections.abc import Callable
 from typing import Any
 
-from rl_modules.common.double import in_double, is_double
+from rl_modules.common.modules import in_double, is_double
 
 #: Fields of experience that are inputs of networks.
 INPUTS = ("observation", "next_observation", "action")

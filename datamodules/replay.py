@@ -24,10 +24,9 @@ from datamodules.loader import LazyLoader
 from datamodules.replay_arguments import check_arguments, parse_train_freq, require_memory
 from datamodules.resume import preparation, resumed_position
 from datamodules.samplers import PrioritizedSampler, UniformSampler
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
 from rl_modules.contract import REPLAY

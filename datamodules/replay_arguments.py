@@ -4,8 +4,7 @@ from typing import Any
 
 from datamodules.free_memory import available_bytes
 from datamodules.hindsight import check_hindsight
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 
 #: Default values of the arguments that prioritised replay alone reads.
 _PRIORITIES = {"prioritized_replay_alpha": 0.6, "prioritized_replay_beta0": 0.4, "prioritized_replay_eps": 1e-6}

@@ -15,9 +15,8 @@ from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.overlap import CollectedAhead
 from datamodules.resume import preparation, require_same_preparation, resumed_position
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.errors import UsageError, at_least
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import MINIBATCHES, Act, Rollout, RolloutSource

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import rl_modules  # noqa: F401  (defers some of Lightning's imports)
-
 __all__ = ["Trainer"]
 
 if TYPE_CHECKING:

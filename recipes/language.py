@@ -7,8 +7,8 @@ from typing import Any
 import rl_modules
 from recipes.cli import runs
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.foreign_names import default_of
 
 
 def hide_transformers_bars() -> None:

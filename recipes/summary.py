@@ -15,9 +15,9 @@ import rl_modules
 from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder, write_hparams
-from rl_modules.common.launched import launches
 from rl_modules.common.spaces import image_brief
 from rl_modules.loggers import flat_settings
+from rl_modules.ranks import launches
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:

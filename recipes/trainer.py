@@ -18,9 +18,8 @@ from recipes.callbacks.curves import layout_of
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli.terminal import quiet
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
-from rl_modules.common.launched import launches
+from rl_modules.common.errors import UsageError, at_least
+from rl_modules.ranks import launches
 
 
 class Trainer(L.Trainer):

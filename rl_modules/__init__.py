@@ -3,20 +3,13 @@
 Classes are imported when they are first used, so that control tasks do not import the language-model libraries.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from rl_modules.common.deferred import defer_imports
-
-defer_imports()  # before the first import of Lightning
-# Lightning calls torch by an old name once per run.
-warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
     "C51": "rl_modules.c51",
-    "DDPG": "rl_modules.ddpg",
+    "DDPG": "rl_modules.td3",
     "DPO": "rl_modules.language.dpo",
     "DQN": "rl_modules.dqn",
     "GRPO": "rl_modules.language.grpo",
@@ -30,8 +23,8 @@ _EXPORTS = {
     "PPO": "rl_modules.ppo",
     "PQN": "rl_modules.pqn",
     "QRDQN": "rl_modules.qrdqn",
-    "RecurrentA2C": "rl_modules.recurrent_a2c",
-    "RecurrentPPO": "rl_modules.recurrent_ppo",
+    "RecurrentA2C": "rl_modules.recurrent",
+    "RecurrentPPO": "rl_modules.recurrent",
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
@@ -73,7 +66,6 @@ if TYPE_CHECKING:
     from rl_modules.a2c import A2C
     from rl_modules.c51 import C51
     from rl_modules.crossq import CrossQ
-    from rl_modules.ddpg import DDPG
     from rl_modules.dqn import DQN
     from rl_modules.language.dpo import DPO
     from rl_modules.language.grpo import GRPO
@@ -87,12 +79,11 @@ if TYPE_CHECKING:
     from rl_modules.pqn import PQN
     from rl_modules.q_learning import QLearning
     from rl_modules.qrdqn import QRDQN
-    from rl_modules.recurrent_a2c import RecurrentA2C
-    from rl_modules.recurrent_ppo import RecurrentPPO
+    from rl_modules.recurrent import RecurrentA2C, RecurrentPPO
     from rl_modules.reinforce import REINFORCE
     from rl_modules.sac import SAC
     from rl_modules.sarsa import SARSA
-    from rl_modules.td3 import TD3
+    from rl_modules.td3 import DDPG, TD3
     from rl_modules.tqc import TQC
     from rl_modules.trpo import TRPO
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.calls import refuse_foreign_call
+from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
-from rl_modules.common.storable import plain
+from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.core.state import Stateful, persistent
 
 Numbers = float | Sequence[float]

@@ -8,14 +8,14 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network
-from rl_modules.common.checks import check_widths
+from rl_modules.common.errors import check_widths
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
-from rl_modules.networks import ActorCritic
-from rl_modules.state_dependent_noise import StateDependentGaussian, sde_sample_freq, use_sde
+from rl_modules.exploration import StateDependentGaussian, sde_sample_freq, use_sde
+from rl_modules.networks.actor_critic import ActorCritic
 
 
 def outside_box(module: Any) -> str | None:
@@ -66,7 +66,7 @@ class ActorCriticModule(ControlModule):
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
         hp: Any = self.hparams
         if hp.get("network") is not None:
-            from rl_modules.custom_networks import CustomActorCritic  # only users bring one
+            from rl_modules.networks.custom import CustomActorCritic  # only users bring one
 
             custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
             return custom

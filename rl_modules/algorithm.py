@@ -9,17 +9,21 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from rl_modules.common.arguments import make_loadable, settings_of
-from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.checkpoint_file import CheckedCheckpointIO, building, read_checkpoint, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.launched import CHECKPOINT, is_returning
+from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import Parts, frame
-from rl_modules.core.resume import is_cut_off, keep_earlier_checkpoint, reopen_epoch, skip_first_evaluation
+from rl_modules.core.resume import (
+    GlobalGenerators,
+    is_cut_off,
+    keep_earlier_checkpoint,
+    reopen_epoch,
+    skip_first_evaluation,
+)
 from rl_modules.core.settings import Declared
 from rl_modules.core.state import declared, forget_state, load_state, persistent, state_of, transient
-from rl_modules.ranks import of_other_ranks, of_this_rank
+from rl_modules.ranks import CHECKPOINT, is_returning, of_other_ranks, of_this_rank
 
 
 @dataclass

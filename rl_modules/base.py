@@ -26,13 +26,19 @@ from rl_modules.checkpoints import (
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.factories import (
+    Custom,
+    factory_names,
+    missing_factories,
+    require_callable,
+    require_class,
+    to_plain,
+    warn_of_missing,
+)
 from rl_modules.common.factories import build as made_by
-from rl_modules.common.factories import factory_names, missing_factories, require_callable, warn_of_missing
 from rl_modules.common.idle import warn_of_idle
-from rl_modules.common.import_path import Custom, require_class, to_plain
-from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
 from rl_modules.contract import (
@@ -50,7 +56,7 @@ from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, draw_over, finish_batch, resume_training
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.encoders import extractor_of
+from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
 from rl_modules.fast.graphs import is_recording
 from rl_modules.fast.updates import MeansInPlace, RecordedUpdate
 from rl_modules.loggers import log_settings
@@ -62,9 +68,10 @@ from rl_modules.metrics import (
     require_finite_weights,
     write_metrics,
 )
-from rl_modules.optimizers import FusedAdam, class_names, clip_grad_norm
+from rl_modules.networks.encoders import extractor_of
+from rl_modules.optimizers import adam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
-from rl_modules.state_dependent_noise import NoiseMatrices, check_sde, exploring_act
+from rl_modules.ranks import CHECKPOINT
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -646,8 +653,7 @@ class ControlModule(Algorithm):
         """Returns Adam, fused except under mixed precision, where Lightning refuses to clip gradients of fused
         optimizers.
         """
-        fused = self.trainer.precision in ("32-true", "64-true")
-        return (FusedAdam if fused else torch.optim.Adam)(parameters, lr=lr, eps=eps)
+        return adam(parameters, lr, eps, fused=self.trainer.precision in ("32-true", "64-true"))
 
     def configure_optimizers(self) -> Any:
         optimizer = made_by("optimizer", self.optimizer_factory or self.default_optimizer, self.trainable_parameters())

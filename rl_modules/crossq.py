@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
-from rl_modules.batch_renorm import BatchRenorm, batch_statistics, renormalized
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
-from rl_modules.critics import Critics
-from rl_modules.layers import call, last_layer
-from rl_modules.relu_mlp import parallel_linear
+from rl_modules.fast.modules import call
+from rl_modules.fast.relu_mlp import parallel_linear
+from rl_modules.networks.batch_renorm import BatchRenorm, batch_statistics, renormalized
+from rl_modules.networks.critics import Critics
+from rl_modules.networks.layers import last_layer
 from rl_modules.sac import SAC
 
 
@@ -29,7 +30,7 @@ class CrossQ(SAC):
         policy    E[α log π(ã|s) - min_k Q_k(s, ã)]
 
     where one forward pass gives Q_k(s, a) and, without gradient, Q_k(s', a'): the batch statistics of
-    :class:`~rl_modules.batch_renorm.BatchRenorm` are those of both. a' and the policy's loss use running statistics of
+    BatchRenorm are those of both. a' and the policy's loss use running statistics of
     policy and critics; ã is sampled with the batch's. Names and defaults are those of sb3-contrib.
     """
 
@@ -57,7 +58,7 @@ class CrossQ(SAC):
         critics = self.network.critics
         if not any(isinstance(part, BatchRenorm) for part in critics.modules()):
             raise UsageError("network: CrossQ has no target network and its critics need BatchRenorm layers of "
-                             "rl_modules.batch_renorm; add them, or take SAC")  # fmt: skip
+                             "rl_modules.networks.batch_renorm; add them, or take SAC")  # fmt: skip
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> nn.Module:
         policy: Any = super().make_policy(width, net_arch)
@@ -154,7 +155,7 @@ class CrossQ(SAC):
 
 
 class RenormalizedCritics(Critics):
-    """:class:`~rl_modules.critics.Critics` with a :class:`~rl_modules.batch_renorm.BatchRenorm` before every layer.
+    """:class:`~rl_modules.networks.critics.Critics` with a BatchRenorm before every layer.
 
     Args:
         observation_space: space of one observation.
@@ -182,7 +183,7 @@ class RenormalizedCritics(Critics):
         self.renorms = nn.ModuleList(BatchRenorm(layer.weight.shape[1], n_critics, *renorm) for layer in self.layers)
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
-        """Action values; arguments as in :class:`~rl_modules.critics.Critics`.
+        """Action values; arguments as in :class:`~rl_modules.networks.critics.Critics`.
 
         ``frozen`` has no effect here: it only saves work, and the algorithm computes the policy's gradients alone.
         """

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
-from rl_modules.common.checks import check_widths
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, check_widths
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import generator_of
@@ -19,9 +18,9 @@ from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.custom_networks import custom_q_network
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
-from rl_modules.q_network import QNetwork
+from rl_modules.networks.custom import custom_q_network
+from rl_modules.networks.q_network import QNetwork
 
 
 class DQN(ControlModule):
@@ -90,7 +89,7 @@ class DQN(ControlModule):
             if self.hparams.get("network") is not None:
                 raise UsageError("noisy=True changes the project's own network; leave it false for a network of yours, "
                                  "which may have noisy layers itself")  # fmt: skip
-            from rl_modules.noisy import make_noisy  # only noisy networks need it
+            from rl_modules.networks.q_network import make_noisy  # only noisy networks need it
 
             make_noisy(self.network)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
@@ -147,13 +146,13 @@ class DQN(ControlModule):
 
     def resample(self, network: Any, generator: torch.Generator | None) -> None:
         """Draws new noise for the noisy layers of a network."""
-        from rl_modules.noisy import resample
+        from rl_modules.networks.q_network import resample
 
         resample(network, generator)
 
     def remove_noise(self) -> None:
         """Removes the noise of the network."""
-        from rl_modules.noisy import remove_noise
+        from rl_modules.networks.q_network import remove_noise
 
         remove_noise(self.network)
 

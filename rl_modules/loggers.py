@@ -17,8 +17,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from rl_modules.common.finite import finite
-from rl_modules.common.tables import markdown_table
+from rl_modules.common.errors import visible
 
 Columns = Mapping[str, Sequence[Any]]
 #: Bars of a histogram in a CSV file.
@@ -256,3 +255,44 @@ def _flatten(settings: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> 
 def _read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def finite(value: Any) -> Any:
+    """Replaces NaN and infinite numbers by None, in nested dictionaries and lists too.
+
+    JSON has no such numbers: Python writes ``NaN`` and ``Infinity``, which other readers refuse.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+#: Characters with a meaning in Markdown or HTML, as entities.
+_ENTITIES = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`*_[]\\~"})
+
+
+def markdown_table(columns: Mapping[str, Sequence[Any]], rows: int = 8, width: int = 500) -> str:
+    """Formats a Markdown table, which shows every text as it is: no text breaks the layout, or becomes an image or a
+    link.
+
+    Args:
+        columns: values by heading, all of one length.
+        rows: how many to show.
+        width: characters of a text to show; the rest is cut off with an ellipsis.
+    """
+    lines = [f"| {' | '.join(_cell(name, width) for name in columns)} |", f"|{'---|' * len(columns)}"]
+    for values in list(zip(*columns.values(), strict=True))[:rows]:
+        lines.append(f"| {' | '.join(_cell(value, width) for value in values)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any, width: int) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = str(value)
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    return visible(text).translate(_ENTITIES).replace("\n", "<br>")

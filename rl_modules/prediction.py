@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rl_modules.common.double import in_double, is_double
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
+from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
 from rl_modules.contract import Statistics
 

@@ -10,9 +10,9 @@ from rl_modules import functional as F
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
-from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
-from rl_modules.q_network import DistributionalQNetwork, QNetwork, of_actions
+from rl_modules.networks.custom import custom_q_network
+from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, of_actions
 
 
 class QRDQN(DQN):

@@ -1,10 +1,13 @@
 """Statistics over the transitions of all ranks, and each rank's part of a checkpoint."""
 
+import multiprocessing
 import weakref
 from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed
 
 from rl_modules import functional as F
@@ -136,3 +139,23 @@ def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:
     """
     rank = 0 if trainer is None else trainer.global_rank
     return others[rank - 1] if 0 < rank <= len(others) else first
+
+
+#: Key of the checkpoint in a returned state dict.
+CHECKPOINT = "checkpoint_of_rank"
+
+
+def launches(trainer: Trainer) -> bool:
+    """Returns whether this process starts the ranks of each ``fit``, which end with it."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
+def is_returning(trainer: Trainer | None) -> bool:
+    """Returns whether this process is a rank that another process started, and its ``fit`` has ended."""
+    return (
+        trainer is not None
+        and trainer.state.fn == TrainerFn.FITTING
+        and trainer.state.finished
+        and launches(trainer)
+        and multiprocessing.parent_process() is not None
+    )

@@ -1,167 +1,23 @@
 """Recurrent policies: the network, and a mixin that makes an actor-critic algorithm recurrent."""
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
+from rl_modules.a2c import A2C
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.spaces import example_arrays, is_image, tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import Minibatch, Rollout, RolloutSource
 from rl_modules.core.settings import changed, fixed, setting
-from rl_modules.distributions import Distribution, parameter_count
-from rl_modules.encoders import build_encoder, init_orthogonal
-from rl_modules.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
-from rl_modules.networks import make_policy
-from rl_modules.state_dependent_noise import StateDependentGaussian
-
-CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
-
-
-class RecurrentActorCritic(nn.Module):
-    """A policy and a value function on one encoder and one or two recurrent networks.
-
-    Args:
-        observation_space: space of one observation.
-        action_space: space of one action.
-        rnn: ``lstm`` or ``gru``.
-        hidden_size: width of the memory, H.
-        n_layers: recurrent layers on top of each other.
-        shared: the critic reads the policy's memory, without gradient into it.
-        critic_rnn: the critic has its own recurrent network; without ``shared`` and this it reads a linear layer of the
-            features.
-        net_arch: hidden widths after the memory, as in :class:`~rl_modules.networks.ActorCritic`.
-        activation_fn: ``tanh``, ``relu``, …
-        log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation of everything but the memory.
-        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
-
-    The state of a memory is one tensor [B, K, H]: the layers' hidden states, an LSTM's cells, then the critic's.
-    """
-
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        rnn: str = "lstm",
-        hidden_size: int = 256,
-        n_layers: int = 1,
-        shared: bool = False,
-        critic_rnn: bool = True,
-        net_arch: Sequence[int] | dict[str, Sequence[int]] | None = None,
-        activation_fn: str = "tanh",
-        log_std_init: float = 0.0,
-        ortho_init: bool = True,
-        use_sde: bool = False,
-    ) -> None:
-        super().__init__()
-        self.action_space = action_space
-        self.shared = shared
-        self.encoder = build_encoder(observation_space)
-        width = int(cast(Any, self.encoder).out_features)
-        self.actor = CELLS[rnn](width, hidden_size, n_layers)
-        self.critic = CELLS[rnn](width, hidden_size, n_layers) if critic_rnn else None
-        self.critic_features = None if shared or critic_rnn else nn.Linear(width, hidden_size)
-        # Rows of one memory's state: its layers, twice for an LSTM.
-        self.rows = n_layers * (2 if rnn == "lstm" else 1)
-        self.state_shape = (self.rows * (2 if critic_rnn else 1), hidden_size)
-        if net_arch is None:
-            net_arch = [] if is_image(observation_space) else [64, 64]
-        net_arch = hidden_widths(net_arch, ("pi", "vf"))
-        pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)
-        self.policy_tower = mlp([hidden_size, *pi], activation_fn)
-        self.value_tower = mlp([hidden_size, *vf], activation_fn)
-        self.policy_head = nn.Linear([hidden_size, *pi][-1], parameter_count(action_space))
-        self.value_head = nn.Linear([hidden_size, *vf][-1], 1)
-        self.log_std: nn.Parameter | None = None
-        if isinstance(action_space, spaces.Box):
-            shape = ([hidden_size, *pi][-1],) * use_sde + (parameter_count(action_space),)
-            self.log_std = nn.Parameter(torch.full(shape, float(log_std_init)))
-        if ortho_init:
-            init_orthogonal(self.encoder)
-            for part in (self.policy_tower, self.value_tower):
-                orthogonal(part)
-            orthogonal(self.policy_head, gain=0.01)
-            orthogonal(self.value_head, gain=1.0)
-
-    def initial_state(self, n: int) -> Tensor:
-        """Returns the state at the start of an episode, [n, K, H]: zeros."""
-        weight = self.policy_head.weight
-        return torch.zeros(n, *self.state_shape, dtype=weight.dtype, device=weight.device)
-
-    def forward(
-        self, observation: Any, state: Tensor, starts: Tensor | None = None
-    ) -> tuple[Distribution, Tensor, Tensor]:
-        """Policy and value along sequences.
-
-        Args:
-            observation: B sequences of L steps, [B, L, *obs], or nested dictionaries of such.
-            state: before the first step, [B, K, H].
-            starts: true where a step begins an episode, so that the memory starts anew, [B, L]; None: nowhere.
-
-        Returns:
-            The action distribution and V(s), both flat over [B·L], and the state after the last step, [B, K, H].
-        """
-        batch, length = tree_leaves(observation)[0].shape[:2]
-        features = self.encoder(tree_map(lambda x: x.flatten(0, 1), observation))
-        features = features.to(self.policy_head.weight.dtype).unflatten(0, (batch, length))
-        memory, after = self.unroll(features.transpose(0, 1), state, starts)
-        policy_latent, value_latent = (x.transpose(0, 1).flatten(0, 1) for x in memory)
-        latent = self.policy_tower(policy_latent)
-        parameters = full_precision(self.policy_head(latent))
-        value = last_layer(self.value_head, self.value_tower(value_latent)).squeeze(-1)
-        return make_policy(self.action_space, parameters, self.log_std, latent), value, after
-
-    def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Returns the outputs of the policy's and the critic's recurrent networks, [L, B, H] each, and the state after
-        the last step.
-
-        Args:
-            features: [L, B, F].
-            state: [B, K, H].
-            starts: [B, L].
-        """
-        cuts = [0, len(features)]
-        if starts is not None:
-            # The fused kernel runs all sequences at once up to the next step at which any episode begins.
-            cuts = [0, *(t for t in starts.any(0).nonzero().flatten().tolist() if t), len(features)]
-        parts: list[list[Tensor]] = [[], []]
-        for begin, end in pairwise(cuts):
-            if starts is not None:
-                state = state * ~starts[:, begin, None, None]
-            piece = features[begin:end]
-            read, actor_state = self._run(self.actor, piece, state[:, : self.rows])
-            parts[0].append(read)
-            if self.critic is None:
-                state = actor_state
-            else:
-                read, critic_state = self._run(self.critic, piece, state[:, self.rows :])
-                parts[1].append(read)
-                state = torch.cat([actor_state, critic_state], 1)
-        actor = torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0]
-        if self.critic is not None:
-            critic = torch.cat(parts[1]) if len(parts[1]) > 1 else parts[1][0]
-        else:
-            critic = actor.detach() if self.critic_features is None else self.critic_features(features)
-        return [actor, critic], state
-
-    @staticmethod
-    def _run(rnn: nn.Module, features: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        layers = state.transpose(0, 1).contiguous()
-        if isinstance(rnn, nn.GRU):
-            read, after = rnn(features, layers)
-        else:
-            hidden, cell = layers.chunk(2)
-            read, (hidden, cell) = rnn(features, (hidden.contiguous(), cell.contiguous()))
-            after = torch.cat([hidden, cell])
-        return read, after.transpose(0, 1).to(state.dtype)
+from rl_modules.distributions import Distribution
+from rl_modules.exploration import StateDependentGaussian
+from rl_modules.networks.recurrent import RecurrentActorCritic
+from rl_modules.ppo import PPO
 
 
 class RecurrentMixin(ActorCriticModule):
@@ -393,3 +249,35 @@ class RecurrentMixin(ActorCriticModule):
         if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
             policy.matrices = self.noise_matrices
         return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after
+
+
+class RecurrentPPO(RecurrentMixin, PPO):
+    """PPO with an LSTM or a GRU between the observation and the policy, for tasks that need memory.
+
+    The objective is :class:`~rl_modules.ppo.PPO`'s clipped one. Minibatches are whole sequences of one environment
+    each, unrolled from the recurrent state at the time of acting; the state is reset at each episode's start, and
+    carries over from one rollout to the next. Action masks work as in PPO.
+
+    Names and defaults are sb3-contrib's; ``rnn``, ``sequence_length`` and ``burn_in`` are additions. Departures: the
+    datamodule's ``n_steps`` and ``batch_size`` are 256 and 64 (sb3-contrib: 128 and 128); sequences have equal lengths
+    without padding, and minibatches contain whole sequences; a truncated episode bootstraps from its final observation
+    with the recurrent state at that step.
+    """
+
+    policy_objective = fixed("clip")
+    kl_coef = fixed(1.0)
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
+        """Returns the loss of one minibatch of sequences; skips the update once ``target_kl`` is exceeded."""
+        return self.no_update() if self.kl_exceeded else super().training_step(batch, batch_idx)
+
+    def sequence_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
+        return self.loss_within_kl(policy, value, batch)
+
+
+class RecurrentA2C(RecurrentMixin, A2C):
+    """A2C with an LSTM or a GRU between the observation and the policy, for tasks that need memory.
+
+    The update is :class:`~rl_modules.a2c.A2C`'s, on whole rollouts; gradients reach back to the rollout's first step,
+    the recurrent state carries over from earlier rollouts.
+    """

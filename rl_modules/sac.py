@@ -16,10 +16,9 @@ from rl_modules.common.checkpoint_file import settings_before
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import setting
-from rl_modules.critics import Critics, SquashedGaussianPolicy
+from rl_modules.exploration import sde_sample_freq, use_sde, without_sde
+from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
-from rl_modules.sde_policy import StateDependentPolicy
-from rl_modules.state_dependent_noise import sde_sample_freq, use_sde, without_sde
 
 
 def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, quiet Lightning, and a trainer that writes nowhere."""
 
+# ruff: noqa: E402
 import functools
 import gc
 import logging
@@ -11,7 +12,9 @@ import warnings
 # 45 s of trying a hub that can't be reached.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import rl_modules  # noqa: F401  (first, because it defers some of Lightning's imports)
+from rl_modules.fast.imports import defer_imports
+
+defer_imports()  # before the first import of Lightning
 
 # isort: split
 import lightning as L

@@ -4,7 +4,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from rl_modules.batch_renorm import BatchRenorm
+from rl_modules.networks.batch_renorm import BatchRenorm
 
 
 class Features(nn.Module):

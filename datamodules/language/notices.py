@@ -4,7 +4,7 @@ import logging
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from rl_modules.common.visible import visible
+from rl_modules.common.errors import visible
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import RENDERED, accepted, columns_of, names_argument, own_part
 from datamodules.language.reward_logging import LOGGING, RewardLog
 from datamodules.language.trainer_state import TrainerState
-from rl_modules.common.errors import UsageError, what_happened
-from rl_modules.common.visible import visible
+from rl_modules.common.errors import UsageError, visible, what_happened
 
 
 class RewardFunctions:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finite import finite
+from rl_modules.loggers import finite
 
 
 class EpisodeWriter(BasePredictionWriter):

@@ -14,12 +14,14 @@ from recipes.cli.information import COMMAND_HELP, COMMANDS, HELP, OTHERS
 from recipes.cli.options import CLASS_OPTIONS, refuse_keys
 from recipes.cli.terminal import add_working_directory, quiet, show
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.fast.imports import defer_imports
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:
     """Runs one command."""
     args = sys.argv[1:] if args is None else args
     end_with_starter()
+    defer_imports()
     try:
         _dispatch(args, default_config)
     except UsageError as error:

@@ -6,8 +6,6 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from rl_modules.common.visible import visible
-
 
 class UsageError(ValueError):
     """Raised if something that a user gave can't be used.
@@ -55,3 +53,53 @@ def _is_near(one: str, other: str) -> bool:
     few, many = sorted((re.split(r"\W|_", one), re.split(r"\W|_", other)), key=len)
     shared = [a for a in few if any(a == b or (a[:4] == b[:4] and (a in b or b in a) and len(a) > 3) for b in many)]
     return 2 * len(shared) > len(few)
+
+
+#: Characters that move the cursor, change colours, or turn the direction of writing; a line break and a tab stay.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    r"""Replaces control characters by their escapes: the escape character by ``\x1b``."""
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def real_number(name: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
+        raise UsageError(f"{name}={value!r} must be a number")
+    return float(value)
+
+
+def at_least(name: str, value: Any, least: int = 1, unit: str = "") -> int:
+    """``value`` as an int; a float such as 1e6 counts where it is whole.
+
+    Raises:
+        UsageError: it is no whole number, or smaller than ``least``.
+    """
+    number = real_number(name, value)
+    if not number.is_integer():
+        raise UsageError(f"{name}={value} must be a whole number")
+    if number < least:
+        raise UsageError(f"{name}={value} must be at least {least}{f' {unit}' if unit else ''}")
+    return int(value)
+
+
+def check_widths(name: str, net_arch: Any) -> Any:
+    """Refuses widths of hidden layers that are no positive whole numbers.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    parts = net_arch.values() if isinstance(net_arch, dict) else [net_arch]
+    for part in parts:
+        if part is None:
+            continue
+        widths = part if isinstance(part, list | tuple) else [None]
+        if not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
+            raise UsageError(f"{name}={net_arch} must be a list of hidden widths of at least 1, such as [64, 64]")
+    return net_arch

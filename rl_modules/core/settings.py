@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from rl_modules.common.calls import refuse_foreign_call
+from rl_modules.common.arguments import is_storable, name_of, plain
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.common.schedules import Schedule, parse_schedule
-from rl_modules.common.storable import is_storable, name_of, plain
 
 #: What should be where another container is given.
 _CONTAINED: dict[Any, str] = {str: "a single text", dict: "a dictionary {name: value}"}

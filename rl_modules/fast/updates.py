@@ -12,7 +12,7 @@ from rl_modules.core.curves import Means
 from rl_modules.core.resume import count_step
 from rl_modules.core.state import declared
 from rl_modules.fast.graphs import RECORDERS, Recordings, is_recording
-from rl_modules.gradient_hooks import GradientHooks
+from rl_modules.gradients import GradientHooks
 
 #: Numbers that algorithms compare tensors with, so that they may be tensors: a replay then reads their present value.
 NUMBERS = ("exploration_rate",)

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
+from rl_modules.common.foreign_names import default_of
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.contract import check_batch
 from rl_modules.core.curves import hand_to_callbacks

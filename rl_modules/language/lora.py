@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl_modules.common.arguments import is_storable
 from rl_modules.common.errors import UsageError
-from rl_modules.common.storable import is_storable
 
 #: Fields of a LoraConfig that do not define the adapters; the model's head decides the task type.
 _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path")

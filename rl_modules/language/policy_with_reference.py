@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.checks import real_number
-from rl_modules.common.errors import UsageError
-from rl_modules.common.indices import on
+from rl_modules.common.errors import UsageError, real_number
+from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.language.base import plain_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rl_modules.common.indices import on
+from rl_modules.common.modules import on
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts

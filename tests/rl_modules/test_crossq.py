@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from datamodules import ReplayDataModule
 from rl_modules import CrossQ
-from rl_modules.batch_renorm import BatchRenorm, batch_statistics, renormalized
 from rl_modules.crossq import RenormalizedCritics
-from rl_modules.q_network import apply_tower
+from rl_modules.networks.batch_renorm import BatchRenorm, batch_statistics, renormalized
+from rl_modules.networks.q_network import apply_tower
 from tests.training import fit
 
 

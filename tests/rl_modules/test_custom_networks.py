@@ -20,8 +20,8 @@ from recipes.cli import main
 from rl_modules import DQN, PPO, SAC, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.custom_networks import CustomActorCritic, FeaturesExtractor, as_floats
 from rl_modules.distributions import as_distribution
+from rl_modules.networks.custom import CustomActorCritic, FeaturesExtractor, as_floats
 from tests import networks
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts
@@ -200,8 +200,8 @@ def test_a_network_like_the_built_in_one_trains_like_it(tmp_path):
 
 
 def Twin(observation_space, action_space):
-    from rl_modules.encoders import extractor_of
-    from rl_modules.networks import ActorCritic
+    from rl_modules.networks.actor_critic import ActorCritic
+    from rl_modules.networks.encoders import extractor_of
 
     with extractor_of("tests.networks.Features"):
         return ActorCritic(observation_space, action_space, [4])

@@ -23,7 +23,10 @@ def run(code: str) -> list[str]:
 @pytest.mark.long
 def test_a_module_is_whole_when_it_is_used():
     lines = run("""
-        import rl_modules, lightning, sys
+        import sys
+        from rl_modules.fast.imports import defer_imports
+        defer_imports()
+        import lightning
         print("torchmetrics.functional" in sys.modules)
         import torch, torchmetrics
         from lightning.pytorch.core.module import Metric
@@ -47,7 +50,10 @@ def test_a_module_is_whole_when_it_is_used():
 @pytest.mark.slow
 def test_compiled_modules_and_optimizers_work_after_a_deferred_import_of_dynamo():
     lines = run("""
-        import rl_modules, lightning, sys, torch
+        import sys
+        from rl_modules.fast.imports import defer_imports
+        defer_imports()
+        import lightning, torch
         from lightning.pytorch.utilities.compile import OptimizedModule
         def step(network):
             optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
@@ -73,7 +79,8 @@ def test_compiled_modules_and_optimizers_work_after_a_deferred_import_of_dynamo(
 @pytest.mark.slow
 def test_another_version_of_torchmetrics_may_need_its_whole_package_at_once():
     lines = run("""
-        import rl_modules.common.deferred as deferred
+        import rl_modules.fast.imports as deferred
+        deferred.defer_imports()
         del deferred._EARLY["torchmetrics"]["_logger"]  # as if its files asked for a name that is not listed
         import lightning, torchmetrics
         from lightning.pytorch.core.module import Metric

@@ -13,7 +13,7 @@ from datamodules import ReplayDataModule
 from rl_modules import DQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.q_network import QNetwork
+from rl_modules.networks.q_network import QNetwork
 from tests import envs
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, mean_return
 

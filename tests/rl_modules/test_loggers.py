@@ -16,8 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.cli import main
 from rl_modules import GRPO
-from rl_modules.common.finite import finite
-from rl_modules.loggers import adapters
+from rl_modules.loggers import adapters, finite
 from tests.chaos import TINY
 
 COLUMNS = {"prompt": ["1+1=", 'a,"b"\nc'], "reward": [0.5, float("nan")], "completion": ["2", "<eos>|"]}

@@ -5,8 +5,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rl_modules import nature_cnn, relu_mlp
-from rl_modules.nature_cnn import NatureCNN
+from rl_modules.fast import relu_mlp
+from rl_modules.networks.encoders import NatureCNN
 
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 IMAGES = {
@@ -32,7 +32,7 @@ def test_it_equals_the_plain_layers(name: str, monkeypatch: pytest.MonkeyPatch) 
     fast = network(images)
     direction = torch.randn_like(fast)
     gradients = torch.autograd.grad(fast, list(network.parameters()), direction)
-    monkeypatch.setattr(nature_cnn, "is_fast", lambda x: False)
+    monkeypatch.setenv("RL_FAST", "0")
     plain = network(images)
     assert "Relu" in type(fast.grad_fn).__name__ and not torch.equal(fast, plain)  # two ways there are
     torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
@@ -53,7 +53,7 @@ def test_gradients_can_be_differentiated_again(monkeypatch: pytest.MonkeyPatch) 
         return torch.autograd.grad(sum(slope.square().sum() for slope in slopes), parameters)
 
     fast = curvature()
-    monkeypatch.setattr(nature_cnn, "is_fast", lambda x: False)
+    monkeypatch.setenv("RL_FAST", "0")
     for one, other in zip(fast, curvature(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 

@@ -9,20 +9,20 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from rl_modules import relu_mlp
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.spaces import image_brief, observation_arrays, space_from_dict, space_to_dict, tree_map
-from rl_modules.critics import Critics
 from rl_modules.crossq import RenormalizedCritics
-from rl_modules.encoders import build_encoder
-from rl_modules.layers import ParallelMLP, Tanh
-from rl_modules.nature_cnn import NatureCNN
-from rl_modules.networks import ActorCritic, ValueNetwork
+from rl_modules.fast import relu_mlp
+from rl_modules.fast.modules import FastTanh
+from rl_modules.fast.relu_mlp import pays
+from rl_modules.networks.actor_critic import ActorCritic, ValueNetwork
+from rl_modules.networks.critics import Critics
+from rl_modules.networks.encoders import NatureCNN, build_encoder
+from rl_modules.networks.layers import ParallelMLP
+from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork
 from rl_modules.pqn import NormalizedQNetwork
-from rl_modules.q_network import DistributionalQNetwork, QNetwork
 from rl_modules.recurrent import RecurrentActorCritic
-from rl_modules.relu_mlp import pays
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 SPACES = {
@@ -47,12 +47,12 @@ def batch(space, n=5):
 def test_tanh_is_tanh():
     x = torch.linspace(-20, 20, 4001, requires_grad=True)
     reference = torch.tanh(x.detach().double())
-    y = Tanh()(x)
+    y = FastTanh()(x)
     assert (y.detach().double() - reference).abs().max() < 2.5e-7
     gradient = torch.autograd.grad(y.sum(), x)[0]
     assert (gradient.double() - (1 - reference**2)).abs().max() < 1e-6
     for dtype in (torch.float64, torch.bfloat16):
-        assert torch.equal(Tanh()(x.to(dtype)), torch.tanh(x.to(dtype)))
+        assert torch.equal(FastTanh()(x.to(dtype)), torch.tanh(x.to(dtype)))
 
 
 def test_parallel_towers_equal_towers_of_linear_layers():
@@ -301,10 +301,10 @@ def test_global_hooks_see_every_layer():
 
 def test_exported_tanh_holds_no_global_tensor_and_has_the_same_bits():
     x = torch.linspace(-20, 20, 4001).unsqueeze(0)
-    program = torch.export.export(Tanh(), (x,))
+    program = torch.export.export(FastTanh(), (x,))
     assert not [node for node in program.graph.nodes if node.op == "get_attr"]
     assert not program.constants
-    assert torch.equal(program.module()(x), Tanh()(x))
+    assert torch.equal(program.module()(x), FastTanh()(x))
 
 
 @pytest.mark.parametrize(("space", "text"), [

@@ -13,9 +13,8 @@ from torch import nn
 from rl_modules import C51, DQN, QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.layers import ParallelLinear
-from rl_modules.noisy import NoisyLinear, make_noisy, remove_noise, resample
-from rl_modules.q_network import QNetwork
+from rl_modules.networks.layers import ParallelLinear
+from rl_modules.networks.q_network import NoisyLinear, QNetwork, make_noisy, remove_noise, resample
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit
 

@@ -11,7 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import PPO, SAC
 from rl_modules.common.errors import UsageError
-from rl_modules.optimizers import FusedAdam, RMSpropTFLike
+from rl_modules.fast.adam import FusedAdam
+from rl_modules.optimizers import RMSpropTFLike
 from tests.training import fit
 
 

@@ -12,7 +12,7 @@ from datamodules import ReplayDataModule
 from rl_modules import QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.q_network import DistributionalQNetwork
+from rl_modules.networks.q_network import DistributionalQNetwork
 from tests import envs
 from tests.training import assert_resumes_exactly, fit
 

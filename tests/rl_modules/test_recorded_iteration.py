@@ -14,7 +14,7 @@ from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentPPO
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import graphs
-from rl_modules.optimizers import FusedAdam
+from rl_modules.fast.adam import FusedAdam
 from tests.fake_graph import use_tapes
 from tests.training import fit
 

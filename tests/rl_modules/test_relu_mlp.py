@@ -7,8 +7,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rl_modules import relu_mlp
-from rl_modules.critics import SquashedGaussianPolicy
+from rl_modules.fast import relu_mlp
+from rl_modules.networks.critics import SquashedGaussianPolicy
 
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 
@@ -42,7 +42,7 @@ def plain(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
 def test_k_networks_equal_torchs_layers(sizes: list[int], k: int) -> None:
     x = randn(1, 70, sizes[0]).requires_grad_()
     weights, biases = parallel(sizes, k)
-    assert relu_mlp.is_fast(x)
+    assert relu_mlp.takes(x)
     ours = relu_mlp.relu_mlp(x, weights, biases)
     expected = plain(x, weights, biases)
     assert ours.shape == (k, 70, sizes[-1])
@@ -125,13 +125,13 @@ def test_layers_on_inputs_of_their_own_equal_torchs(rows: int, sizes: tuple[int,
 
 
 def test_inputs_that_torchs_layers_take() -> None:
-    assert not relu_mlp.is_fast(randn(1, 50, 7).double())
-    assert not relu_mlp.is_fast(randn(1, 8, 7))
+    assert not relu_mlp.takes(randn(1, 50, 7).double())
+    assert not relu_mlp.takes(randn(1, 8, 7))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not relu_mlp.is_fast(randn(1, 50, 7))
+        assert not relu_mlp.takes(randn(1, 50, 7))
     seen = []
-    torch.func.vmap(lambda x: seen.append(relu_mlp.is_fast(x)) or x)(randn(1, 3, 50, 7))
-    torch.func.grad(lambda x: seen.append(relu_mlp.is_fast(x)) or x.sum())(randn(1, 50, 7))
+    torch.func.vmap(lambda x: seen.append(relu_mlp.takes(x)) or x)(randn(1, 3, 50, 7))
+    torch.func.grad(lambda x: seen.append(relu_mlp.takes(x)) or x.sum())(randn(1, 50, 7))
     assert seen == [False, False]
 
 

@@ -17,7 +17,7 @@ from datamodules import ReplayDataModule
 from rl_modules import SAC, TQC, CrossQ
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.critics import ActionBounds, Critics
+from rl_modules.networks.critics import ActionBounds, Critics
 from tests.training import fit, mean_return
 
 OBSERVATION = spaces.Box(-1, 1, (3,), np.float32)

@@ -9,7 +9,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from datamodules.language.rewards import RewardFunctions
 from rl_modules.common.errors import UsageError
-from rl_modules.common.tables import markdown_table
+from rl_modules.loggers import markdown_table
 
 HOSTILE = [
     "![a picture](https://example.com/p.png)", "[a link](https://example.com)", "<https://example.com>",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rl_modules.common.indices import on
+from rl_modules.common.modules import on
 from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import Forward, RowCache, RowLayer

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.models import text_config
 from rl_modules.language.sharding import is_sharded
 

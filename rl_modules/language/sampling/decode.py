@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from rl_modules.common.indices import on
+from rl_modules.common.modules import on
 from rl_modules.language.row_cache import Forward, RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.fast.graphs import held_bytes, make_room, release
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import max_length, text_config

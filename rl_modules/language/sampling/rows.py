@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_modules.common.indices import on
+from rl_modules.common.modules import on
 from rl_modules.language.sampling.protocol import RowListener
 
 #: Share of the rows in flight that must be free before waiting rows take their places. Their prompts need a separate

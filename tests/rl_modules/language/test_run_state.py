@@ -16,8 +16,8 @@ from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
-from rl_modules.common.storable import plain
 from rl_modules.language.dpo import DPO
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from rl_modules.common.spaces import tree_map
 
 
 @contextmanager
@@ -24,3 +28,19 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part in parts:
             part.__dict__["training"] = True
+
+
+def is_double(module: Any) -> bool:
+    """Returns whether a module's weights are float64."""
+    first: Tensor | None = next(iter(module.parameters()), None)
+    return first is not None and first.dtype is torch.float64
+
+
+def in_double(x: Any) -> Any:
+    """Floating-point tensors as float64, in nested containers too; other tensors as they are."""
+    return tree_map(lambda part: part.double() if part.is_floating_point() else part, x)
+
+
+def on(device: torch.device, numbers: list[int]) -> Tensor:
+    """Integers on a device, without waiting for it."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

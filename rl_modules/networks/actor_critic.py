@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, matrix_shape, parameter_count
-from rl_modules.encoders import build_encoder, encoding_width, init_orthogonal
-from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, last_layer, mlp, orthogonal
-from rl_modules.state_dependent_noise import StateDependentGaussian
+from rl_modules.exploration import StateDependentGaussian
+from rl_modules.fast.modules import call
+from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
+from rl_modules.networks.layers import ParallelMLP, full_precision, hidden_widths, last_layer, mlp, orthogonal
 
 
 class ActorCritic(nn.Module):

@@ -1,17 +1,20 @@
 """The networks of DQN and of its distributional variants, with one or more outputs per action."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from rl_modules.common.spaces import is_image
-from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelMLP, call, hidden_widths, is_hooked, last_layer, mlp
-from rl_modules.noisy import NoisyLinear
-from rl_modules.relu_mlp import is_fast, pays, relu_mlp
+from rl_modules.fast.modules import call, is_hooked
+from rl_modules.fast.relu_mlp import pays, relu_mlp, takes
+from rl_modules.networks.encoders import build_encoder, encoding_width
+from rl_modules.networks.layers import ParallelLinear, ParallelMLP, hidden_widths, last_layer, mlp
 
 
 class QNetwork(nn.Module):
@@ -103,11 +106,11 @@ def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
     """Computes the output of hidden layers and a head, in float32 at least: [B, in] → [B, out].
 
-    Linear and ReLU layers in turn, as built and without hooks, go through :func:`rl_modules.relu_mlp.relu_mlp` where it
+    Linear and ReLU layers in turn, as built and without hooks, go through :mod:`rl_modules.fast.relu_mlp` where that
     is faster.
     """
     x = features.to(head.weight.dtype)
-    if is_fast(x) and type(trunk) is nn.Sequential:
+    if takes(x) and type(trunk) is nn.Sequential:
         parts: list[Any] = [*trunk, head]
         if _are_relu_layers(tuple(map(type, parts))):
             weights = [layer.weight for layer in parts[::2]]
@@ -123,3 +126,92 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
 def _are_relu_layers(types: tuple[type, ...]) -> bool:
     """Returns whether these are linear layers with ReLU between them; subclasses may compute something else."""
     return len(types) % 2 == 1 and {*types[1::2]} <= {nn.ReLU} and {*types[::2]} <= {nn.Linear, NoisyLinear}
+
+
+#: σ₀: the initial noise is σ₀ / √in.
+SIGMA = 0.5
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer with weights μ + σ ⊙ ε and biases likewise, f(x) = sgn(x) √|x|.
+
+    ε is f(ε_out) f(ε_in)ᵀ for the weights [out, in], its transpose for those of parallel layers [K, in, out], and
+    f(ε_out) for the biases.
+
+    Without noise, as after :func:`remove_noise`, the weights are μ.
+
+    Args:
+        layer: linear, or K parallel ones; its shape is taken, and μ starts as in the paper.
+
+    Source: Fortunato et al. 2018, arXiv:1706.10295, section 3, factorised Gaussian noise.
+    """
+
+    def __init__(self, layer: nn.Linear | ParallelLinear) -> None:
+        super().__init__()
+        self.is_parallel = isinstance(layer, ParallelLinear)
+        # [out, in] and [out], or K of [in, out] and [1, out].
+        self.in_features = layer.weight.shape[1]
+        self.lead = tuple(layer.weight.shape[:-2])
+        self.out_features = layer.weight.shape[2 if self.is_parallel else 0]
+        bound, sigma = 1 / math.sqrt(self.in_features), SIGMA / math.sqrt(self.in_features)
+        self.weight_mean = nn.Parameter(torch.empty_like(layer.weight).uniform_(-bound, bound))
+        self.bias_mean = nn.Parameter(torch.empty_like(layer.bias).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full_like(layer.weight, sigma))
+        self.bias_sigma = nn.Parameter(torch.full_like(layer.bias, sigma))
+        self._noise: tuple[Tensor, Tensor] | None = None
+
+    def resample(self, generator: torch.Generator | None) -> None:
+        """Draws new noise."""
+        device = self.weight_mean.device
+        source = device if generator is None else generator.device
+        size = (*self.lead, self.in_features + self.out_features)
+        drawn = torch.randn(size, generator=generator, device=source, dtype=torch.float32).to(self.weight_mean)
+        shaped = drawn.sign() * drawn.abs().sqrt()
+        into, out = shaped.split([self.in_features, self.out_features], dim=-1)
+        if self.is_parallel:
+            self._noise = into[..., None] * out[..., None, :], out[..., None, :]
+        else:
+            self._noise = out[:, None] * into, out
+
+    def remove_noise(self) -> None:
+        """Sets the noise to 0."""
+        self._noise = None
+
+    @property
+    def weight(self) -> Tensor:
+        """μ + σ ⊙ ε, or μ."""
+        if self._noise is None:
+            return self.weight_mean
+        return torch.addcmul(self.weight_mean, self.weight_sigma, self._noise[0])
+
+    @property
+    def bias(self) -> Tensor:
+        """The same of the bias."""
+        return self.bias_mean if self._noise is None else torch.addcmul(self.bias_mean, self.bias_sigma, self._noise[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight) if self.is_parallel else nnf.linear(x, self.weight, self.bias)
+
+
+def make_noisy(network: Any) -> Any:
+    """Replaces every linear layer of a network by a noisy one, but those of its encoder; returns the network."""
+    for name, part in list(network.named_children()):
+        if isinstance(part, nn.Linear | ParallelLinear):
+            setattr(network, name, NoisyLinear(part))
+        elif name != "encoder":
+            make_noisy(part)
+    return network
+
+
+def resample(network: nn.Module, generator: torch.Generator | None) -> None:
+    """Draws new noise for every noisy layer of a network."""
+    for layer in network.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.resample(generator)
+
+
+def remove_noise(network: nn.Module) -> None:
+    """Sets the noise of every noisy layer of a network to 0."""
+    for layer in network.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.remove_noise()

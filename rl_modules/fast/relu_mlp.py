@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.fast import is_fast
+
 #: Smallest dimension of a product for which oneDNN is faster.
 SMALLEST = 32
 #: Number of multiplications in a forward pass above which the Python call in the backward pass pays off.
@@ -20,7 +22,7 @@ WORTHWHILE = 3_000_000
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
-def is_fast(x: Tensor) -> bool:
+def takes(x: Tensor) -> bool:
     """Returns whether :func:`relu_mlp` takes the input.
 
     It takes float32 on a CPU with oneDNN, outside autocast, compilation, tracing and :mod:`torch.func`'s
@@ -31,7 +33,7 @@ def is_fast(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling() and not torch.jit.is_tracing()
         and x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
-        and not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active() and is_fast()
     )  # fmt: skip
 
 
@@ -41,14 +43,14 @@ def pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
     Forward and backward pass, by batch size and width of two hidden layers: 1.55 times as fast at 256 and 256, 1.16 at
     64 and 256, but .86 at 32 and 256 and .71 at 256 and 64.
     """
-    return is_fast(x) and len(x) * sum(w.shape[-1] * w.shape[-2] for w in weights) >= WORTHWHILE
+    return takes(x) and len(x) * sum(w.shape[-1] * w.shape[-2] for w in weights) >= WORTHWHILE
 
 
 def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """One MLP, or K of them on the same input, with ReLU between the layers.
 
     Args:
-        x: [B, in], as :func:`is_fast` accepts it.
+        x: [B, in], as :func:`takes` accepts it.
         weights: a layer's each: [out, in], as :class:`torch.nn.Linear` has it, or [K, in, out].
         biases: [out], or [K, 1, out].
 
@@ -65,7 +67,7 @@ def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """K linear layers, each on an input of its own: [K, B, in] → [K, B, out].
 
-    In oneDNN, where :func:`is_fast` accepts the input, 256 rows or more take 1.7 times less, forward and backward.
+    In oneDNN, where :func:`takes` accepts the input, 256 rows or more take 1.7 times less, forward and backward.
 
     Args:
         x: [K, B, in].
@@ -74,7 +76,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     k, b, width_in = x.shape
     if (
-        is_fast(x[0]) and b >= 256 and min(width_in, weight.shape[2]) >= SMALLEST
+        takes(x[0]) and b >= 256 and min(width_in, weight.shape[2]) >= SMALLEST
         and k * b * width_in * weight.shape[2] >= WORTHWHILE
     ):  # fmt: skip
         each = zip(x.unbind(), weight.unbind(), bias.unbind(), strict=True)

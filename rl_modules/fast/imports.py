@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from rl_modules.fast import is_fast
+
 Early = Mapping[str, Callable[[], Any]]
 
 
@@ -181,6 +183,6 @@ _EARLY: Mapping[str, Early] = {
 
 
 def defer_imports() -> None:
-    """Defers torchmetrics and ``torch._dynamo``, which must not be imported yet."""
-    if not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path):
+    """Defers torchmetrics and ``torch._dynamo``, which must not be imported yet; the ``rl`` command calls it first."""
+    if is_fast() and not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _DeferringFinder(_EARLY))

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
-from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelLinear, activation, full_precision, hidden_widths, is_hooked, mlp
-from rl_modules.q_network import apply_tower
-from rl_modules.relu_mlp import pays, relu_mlp
+from rl_modules.exploration import EPSILON, NoiseMatrices
+from rl_modules.fast.modules import is_hooked
+from rl_modules.fast.relu_mlp import pays, relu_mlp
+from rl_modules.networks.encoders import build_encoder, encoding_width
+from rl_modules.networks.layers import ParallelLinear, activation, full_precision, hidden_widths, mlp
+from rl_modules.networks.q_network import apply_tower
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
@@ -217,3 +219,62 @@ class PolicyAndCritics(nn.Module):
         self.policy = policy
         self.critics = critics
         self.bounds = bounds
+
+
+#: Bound of the mean before tanh, as in Stable-Baselines3.
+CLIP_MEAN = 2.0
+
+
+class StateDependentPolicy(SquashedGaussianPolicy):
+    """A Gaussian with mean μ(s) and variance z² σ², squashed by tanh; z are its last features, [B, H], σ is [H, A].
+
+    An update draws separate noise for each row, from the same distribution; Stable-Baselines3 draws one matrix for the
+    minibatch.
+
+    Args:
+        observation_space: space of one observation.
+        width: A.
+        net_arch: widths of the hidden layers.
+        activation_fn: ``relu``, ``tanh``, …
+        log_std_init: initial log σ.
+
+    Shape: [B, *obs] → mean and log standard deviation before tanh, [B, A] float32 each.
+
+    Source: Raffin et al. 2021, arXiv:2005.05719.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        width: int,
+        net_arch: Sequence[int],
+        activation_fn: str = "relu",
+        log_std_init: float = -3.0,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoding_width(self.encoder), *net_arch]
+        self.trunk = mlp(sizes, activation_fn)
+        self.head = nn.Linear(sizes[-1], width)
+        start = torch.full((sizes[-1], width), float(log_std_init), dtype=torch.float32, device="cpu")
+        self.log_std = nn.Parameter(start)
+
+    def _mean_and_features(self, observation: Any) -> tuple[Tensor, Tensor]:
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        mean = full_precision(self.head(features)).clamp(-CLIP_MEAN, CLIP_MEAN)
+        return mean, full_precision(features)
+
+    def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
+        mean, features = self._mean_and_features(observation)
+        variance = features.square() @ (2 * self.log_std).exp()
+        return mean, 0.5 * torch.log(variance + EPSILON)
+
+    def explore(
+        self, observation: Any, matrices: NoiseMatrices, generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Returns actions in (-1, 1), [N, A], with a rollout's noise; None if this is not a step of its
+        environments.
+        """
+        mean, features = self._mean_and_features(observation)
+        noise = matrices.next(len(mean), self.log_std.exp(), generator)
+        return None if noise is None else (mean + torch.bmm(features[:, None], noise)[:, 0]).tanh()

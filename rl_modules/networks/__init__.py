@@ -1,0 +1,1 @@
+"""Networks of the control algorithms."""
