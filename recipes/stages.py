@@ -153,7 +153,7 @@ class Policy:
         """Writes completions of records' prompts, with the chat template and system prompt of the policy's training."""
         import torch
 
-        prompts = self.data.encode_prompts([record["prompt"] for record in records], list(records))
+        prompts = self.data.encoder.prompts([record["prompt"] for record in records], list(records))
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():
             written = self.module.act(prompts, seeds, num_generations, **sampling)
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]

@@ -1,37 +1,144 @@
-"""Checks of the language datamodules' arguments that depend on each other, and what a checkpoint holds of them."""
+"""Arguments of the language datamodules, and what a checkpoint holds of them."""
 
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.dataset_files import describe_dataset, parse_split, split_name
+from datamodules.experience import Experience
+from datamodules.language.files import describe_dataset, parse_split, split_name
 from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import setting
 
 
-def check_arguments(hp: Any) -> None:
-    """Refuses arguments of a language datamodule that exclude each other."""
-    given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
-    if len(given) != 1:
-        raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
-    if hp.eval_path is not None and hp.eval_split != "test":
-        raise UsageError(f"eval_split={hp.eval_split!r} and eval_path={hp.eval_path!r} both name the held-out records; "
-                         "give one")  # fmt: skip
-    for name, usual in (("dataset_split", "train"), ("eval_split", "test")):
-        if hp.dataset is None and hp[name] != usual:
-            raise UsageError(f"{name}={hp[name]!r} is a part of a dataset, and {given[0]}={hp[given[0]]!r} is taken "
-                             "whole; a file has parts where it is given as dataset")  # fmt: skip
-    for name in ("columns", "answer_after"):
-        if hp.get(name) is not None and hp.task is not None:
-            raise UsageError(f"{name}={hp[name]!r} is for a file or dataset, and task={hp.task!r} makes its records as "
-                             "they are; leave it out")  # fmt: skip
-    if hp.dataset_config is not None and hp.dataset is None:
-        raise UsageError(f"dataset_config={hp.dataset_config!r} is a dataset's, and none is given")
-    if hp.streaming and (hp.task is not None or hp.n_train is not None):
-        name = "task" if hp.task is not None else "n_train"
-        raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
-                         "can't go with it")  # fmt: skip
-    if hp.task_kwargs and hp.task is None:
-        raise UsageError(f"task_kwargs={hp.task_kwargs} are settings of a task, but none is given")
+def check_chat_template(name: str, value: Any) -> Any:
+    """Refuses a template, which belongs to the tokenizer."""
+    if not isinstance(value, bool | None):
+        raise UsageError(f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
+                         "chat_template.jinja in its folder")  # fmt: skip
+    return value
+
+
+def name_of_dataset(value: Any) -> Any:
+    """Replaces a dataset that is an object by a description."""
+    return value if isinstance(value, str | None) else describe_dataset(value)
+
+
+def named_functions(value: Any) -> Any:
+    """Replaces reward functions, which are code, by their import paths, which a checkpoint may hold."""
+    if isinstance(value, list | tuple):
+        return [named_functions(part) for part in value]
+    if callable(value):
+        target = getattr(value, "func", value)  # functools.partial
+        return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
+    return value
+
+
+class LanguageArguments(Experience):
+    """The arguments of the language datamodules, and the checks of one against another."""
+
+    #: Columns that training records must have, and held-out ones.
+    required: tuple[str, ...] = ("prompt",)
+    called_elsewhere = "the model and its learning rate belong to the module, steps and devices to lightning.Trainer"
+    eval_required: tuple[str, ...] = ("prompt",)
+    #: Columns of files and datasets that are read as text; reward functions get the others as they are.
+    texts: tuple[str, ...] = ()
+
+    task: Any = setting(
+        None, "a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
+        "path of a Task; None: ``path`` or ``dataset``", kind=str | None, positional=True, attribute="")  # fmt: skip
+    task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
+    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records")
+    eval_path: str | None = setting(
+        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come "
+        "from")  # fmt: skip
+    dataset: Any = setting(
+        None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
+        "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
+    dataset_config: str | None = setting(None, "the hub dataset's configuration")
+    dataset_split: str = setting("train", "split to train on, or a part of it, ``train[:90%]``")
+    eval_split: str = setting("test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``")
+    columns: dict[str, str] | None = setting(
+        None, "source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
+        '"{context} {question}"}``; None: same names')  # fmt: skip
+    answer_after: str | None = setting(None, "keep only the part of the answer after this text, such as ``####``")
+    system_prompt: str | None = setting(
+        None, "first message of every conversation without a system message of its own, for models with a chat "
+        "template")  # fmt: skip
+    chat_template: bool | None = setting(
+        None, "render prompts with the tokenizer's chat template; None: where it has one",
+        check=check_chat_template)  # fmt: skip
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "variables of the chat template, such as ``{enable_thinking: false}``; a record's own column of that "
+        "name wins")  # fmt: skip
+    overlong: str = setting(
+        "error", "what to do with records that the model can't take: ``error``, or ``drop`` with a printed count",
+        one_of=("error", "drop"))  # fmt: skip
+    streaming: bool = setting(
+        False, "read training records as they are needed, so that they need not fit into memory: from a JSONL, "
+        "parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are "
+        "loaded")  # fmt: skip
+    streaming_buffer: int = setting(
+        10_000, "records that are shuffled together while streaming; two such blocks are in memory",
+        least=1)  # fmt: skip
+    n_train: int | None = setting(
+        None, "training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
+        least=1)  # fmt: skip
+    n_eval: int = setting(256, "held-out records per evaluation, over all ranks; 0: none", least=0)
+    batch_size: int = setting(
+        64, "sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
+        "micro-batches without changing the step", least=1)  # fmt: skip
+    reward_funcs: Any = setting(
+        None, "one or several names or import paths of reward functions (TRL's signature), with settings as "
+        "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
+        "whether a completion is right: its value must reach ``correct_threshold``",
+        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None, stores=named_functions)  # fmt: skip
+    reward_time_limit_s: float | None = setting(
+        None, "longest that one reward function may take for one batch; None: no limit", above=0)  # fmt: skip
+    reward_workers: int = setting(
+        1, "reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of whole "
+        "prompts. For functions that wait for a service or a process, and may be called from several threads",
+        least=1)  # fmt: skip
+    reward_overlap: bool = setting(
+        False, "call the reward functions on a prompt's completions as soon as they have ended, while others are "
+        "written. Each function then gets the completions of one prompt per call, from threads")  # fmt: skip
+    correct_threshold: float = setting(1.0, "least value of the first reward function that counts as right")
+    eval_steps: int = setting(
+        0, "optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none",
+        least=0)  # fmt: skip
+    eval_on_start: bool = setting(
+        True, "where there are evaluations, evaluate before the first update too. A resumed run does not repeat "
+        "it")  # fmt: skip
+    eval_num_generations: int = setting(1, "completions per held-out prompt, the k of pass@k and cons@k", least=1)
+    eval_temperature: float = setting(0.0, "of those completions; 0: the likeliest words", least=0)
+    eval_top_p: float | None = setting(None, "nucleus of those completions; None: all words", above=0, most=1)
+    eval_max_completion_length: int | None = setting(None, "tokens; None: the module's", least=1)
+    eval_batch_size: int = setting(256, "completions (or pairs) that are computed together", least=1)
+    seed: int = setting(0, "the source of every stream of randomness: tasks, order, sampling, new weights", least=0)
+
+    def __post_init__(self) -> None:
+        hp: Any = self.hparams
+        given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
+        if len(given) != 1:
+            raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+        if hp.eval_path is not None and hp.eval_split != "test":
+            raise UsageError(f"eval_split={hp.eval_split!r} and eval_path={hp.eval_path!r} both name the held-out "
+                             "records; give one")  # fmt: skip
+        for name, usual in (("dataset_split", "train"), ("eval_split", "test")):
+            if hp.dataset is None and hp[name] != usual:
+                raise UsageError(f"{name}={hp[name]!r} is a part of a dataset, and {given[0]}={hp[given[0]]!r} is "
+                                 "taken whole; a file has parts where it is given as dataset")  # fmt: skip
+        for name in ("columns", "answer_after"):
+            if hp.get(name) is not None and hp.task is not None:
+                raise UsageError(f"{name}={hp[name]!r} is for a file or dataset, and task={hp.task!r} makes its "
+                                 "records as they are; leave it out")  # fmt: skip
+        if hp.dataset_config is not None and hp.dataset is None:
+            raise UsageError(f"dataset_config={hp.dataset_config!r} is a dataset's, and none is given")
+        if hp.streaming and (hp.task is not None or hp.n_train is not None):
+            name = "task" if hp.task is not None else "n_train"
+            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
+                             "can't go with it")  # fmt: skip
+        if hp.task_kwargs and hp.task is None:
+            raise UsageError(f"task_kwargs={hp.task_kwargs} are settings of a task, but none is given")
 
 
 def require_held_out(data: Any, fits: bool) -> None:
@@ -60,26 +167,3 @@ def require_held_out(data: Any, fits: bool) -> None:
         raise UsageError(f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
                          f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
                          f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0")  # fmt: skip
-
-
-def check_chat_template(name: str, value: Any) -> Any:
-    """Refuses a template, which belongs to the tokenizer."""
-    if not isinstance(value, bool | None):
-        raise UsageError(f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
-                         "chat_template.jinja in its folder")  # fmt: skip
-    return value
-
-
-def name_of_dataset(value: Any) -> Any:
-    """Replaces a dataset that is an object by a description."""
-    return value if isinstance(value, str | None) else describe_dataset(value)
-
-
-def named_functions(value: Any) -> Any:
-    """Replaces reward functions, which are code, by their import paths, which a checkpoint may hold."""
-    if isinstance(value, list | tuple):
-        return [named_functions(part) for part in value]
-    if callable(value):
-        target = getattr(value, "func", value)  # functools.partial
-        return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
-    return value

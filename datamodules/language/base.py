@@ -1,38 +1,29 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from datamodules.experience import Experience
-from datamodules.language.arguments import (
-    check_arguments,
-    check_chat_template,
-    name_of_dataset,
-    named_functions,
-    require_held_out,
-)
-from datamodules.language.dataset_files import refuse_stream
-from datamodules.language.early_rewards import EarlyRewards
-from datamodules.language.encoded_records import EncodedRecords
+from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.encoding import TextEncoder, reads_alike
-from datamodules.language.endings import note_completions, note_demonstrations
-from datamodules.language.eval_steps import evaluate_every
-from datamodules.language.notices import notice
-from datamodules.language.order import EndlessOrder
-from datamodules.language.records import TEXTS, as_record, place_of
-from datamodules.language.rewards import RewardFunctions, load_reward_func, rewards_of
-from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import Records, check_prompt_lengths, load_records
+from datamodules.language.files import refuse_stream
+from datamodules.language.notices import note_completions, note_demonstrations, notice
+from datamodules.language.order import EndlessOrder, evaluate_every
+from datamodules.language.records import TEXTS, as_record, place_of, refuse
+from datamodules.language.reward_arguments import trainer_state
+from datamodules.language.reward_calls import EarlyRewards
+from datamodules.language.rewards import RewardFunctions, load_reward_funcs
+from datamodules.language.rows import joined_sequences
+from datamodules.language.sources import EncodedRecords, Records, fitting, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, voted_answer
-from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
+from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.settings import setting
+from rl_modules.core.state import forget_state, load_state, state_of
 from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -41,103 +32,18 @@ Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(Experience):
-    """Base of the language datamodules; one of them adds ``train_dataloader``.
-
-    Records come from exactly one of ``task`` (made here), ``path`` (a JSONL, parquet, arrow or csv file) and
-    ``dataset``.
+class LanguageDataModule(LanguageArguments):
+    """Base of the language datamodules: records from exactly one of ``task`` (made here), ``path`` (a JSONL, parquet,
+    arrow or csv file) and ``dataset``, their tokens, their order, and evaluations on completions.
     """
 
-    #: Columns that training records must have, and held-out ones.
-    required: tuple[str, ...] = ("prompt",)
-    called_elsewhere = "the model and its learning rate belong to the module, steps and devices to lightning.Trainer"
-    eval_required: tuple[str, ...] = ("prompt",)
-    #: Columns of files and datasets that are read as text; reward functions get the others as they are.
-    texts: tuple[str, ...] = ()
-
-    task: Any = setting(
-        None, "a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
-        "path of a Task; None: ``path`` or ``dataset``", kind=str | None, positional=True, attribute="")  # fmt: skip
-    task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
-    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records")
-    eval_path: str | None = setting(
-        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come "
-        "from")  # fmt: skip
-    dataset: Any = setting(
-        None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
-        "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
-    dataset_config: str | None = setting(None, "the hub dataset's configuration")
-    dataset_split: str = setting("train", "split to train on, or a part of it, ``train[:90%]``")
-    eval_split: str = setting("test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``")
-    columns: dict[str, str] | None = setting(
-        None, "source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
-        '"{context} {question}"}``; None: same names')  # fmt: skip
-    answer_after: str | None = setting(None, "keep only the part of the answer after this text, such as ``####``")
-    system_prompt: str | None = setting(
-        None, "first message of every conversation without a system message of its own, for models with a chat "
-        "template")  # fmt: skip
-    chat_template: bool | None = setting(
-        None, "render prompts with the tokenizer's chat template; None: where it has one",
-        check=check_chat_template)  # fmt: skip
-    chat_template_kwargs: dict[str, Any] | None = setting(
-        None, "variables of the chat template, such as ``{enable_thinking: false}``; a record's own column of that "
-        "name wins")  # fmt: skip
-    overlong: str = setting(
-        "error", "what to do with records that the model can't take: ``error``, or ``drop`` with a printed count",
-        one_of=("error", "drop"))  # fmt: skip
-    streaming: bool = setting(
-        False, "read training records as they are needed, so that they need not fit into memory: from a JSONL, "
-        "parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are "
-        "loaded")  # fmt: skip
-    streaming_buffer: int = setting(
-        10_000, "records that are shuffled together while streaming; two such blocks are in memory",
-        least=1)  # fmt: skip
-    n_train: int | None = setting(
-        None, "training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
-        least=1)  # fmt: skip
-    n_eval: int = setting(256, "held-out records per evaluation, over all ranks; 0: none", least=0)
-    batch_size: int = setting(
-        64, "sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
-        "micro-batches without changing the step", least=1)  # fmt: skip
-    reward_funcs: Any = setting(
-        None, "one or several names or import paths of reward functions (TRL's signature), with settings as "
-        "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
-        "whether a completion is right: its value must reach ``correct_threshold``",
-        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None, stores=named_functions)  # fmt: skip
-    reward_time_limit_s: float | None = setting(
-        None, "longest that one reward function may take for one batch; None: no limit", above=0)  # fmt: skip
-    reward_workers: int = setting(
-        1, "reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of whole "
-        "prompts. For functions that wait for a service or a process, and may be called from several threads",
-        least=1)  # fmt: skip
-    reward_overlap: bool = setting(
-        False, "call the reward functions on a prompt's completions as soon as they have ended, while others are "
-        "written. Each function then gets the completions of one prompt per call, from threads")  # fmt: skip
-    correct_threshold: float = setting(1.0, "least value of the first reward function that counts as right")
-    eval_steps: int = setting(
-        0, "optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none",
-        least=0)  # fmt: skip
-    eval_on_start: bool = setting(
-        True, "where there are evaluations, evaluate before the first update too. A resumed run does not repeat "
-        "it")  # fmt: skip
-    eval_num_generations: int = setting(1, "completions per held-out prompt, the k of pass@k and cons@k", least=1)
-    eval_temperature: float = setting(0.0, "of those completions; 0: the likeliest words", least=0)
-    eval_top_p: float | None = setting(None, "nucleus of those completions; None: all words", above=0, most=1)
-    eval_max_completion_length: int | None = setting(None, "tokens; None: the module's", least=1)
-    eval_batch_size: int = setting(256, "completions (or pairs) that are computed together", least=1)
-    seed: int = setting(0, "the source of every stream of randomness: tasks, order, sampling, new weights", least=0)
-
     def __post_init__(self) -> None:
-        check_arguments(self.hparams)
+        super().__post_init__()
         task = self.hparams["task"]
         self.task = None if task is None else make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
-        given = self.reward_funcs
-        specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
-        if not specs and self.task is not None:
-            specs = rewards_of(self.task)
-        funcs = [load_reward_func(spec, self.task) for spec in specs or ()]
+        funcs = load_reward_funcs(self.reward_funcs, self.task)
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
-        self.rewards.trainer_state = TrainerState()
+        self.rewards.trainer_state = trainer_state(None, 0.0)
         #: Those of a large file or dataset are encoded when they are asked for.
         self.train_records: list[Record] | EncodedRecords = []
         #: The training records while streaming; ``train_records`` is then empty.
@@ -155,6 +61,8 @@ class LanguageDataModule(Experience):
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
+        if stage == "fit":
+            forget_state(self)
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and self.streaming:
@@ -164,7 +72,7 @@ class LanguageDataModule(Experience):
         wants_eval = self.n_eval and (stage != "fit" or self.eval_steps)
         if wants_eval and not self.eval_records:
             require_held_out(self, stage == "fit")
-            self.eval_records = self.load_split("test", self.n_eval)
+            self.eval_records = list(self.load_split("test", self.n_eval))
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
         if self.eval_records and self.eval_num_generations > 1 and self.eval_temperature == 0:
@@ -217,12 +125,6 @@ class LanguageDataModule(Experience):
     def reads_as_needed(self) -> bool:
         """Whether training records are read when they are needed: those of a stream or of a large source."""
         return self.stream is not None or isinstance(self.train_records, EncodedRecords)
-
-    @overload
-    def load_split(self, split: str, n: int | None) -> list[Record]: ...
-
-    @overload
-    def load_split(self, split: str, n: int | None, as_read: bool) -> list[Record] | EncodedRecords: ...
 
     def load_split(self, split: str, n: int | None, as_read: bool = False) -> list[Record] | EncodedRecords:
         """Returns the ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``.
@@ -281,15 +183,18 @@ class LanguageDataModule(Experience):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds token ids to records; prompts that the model can't take are refused, or dropped."""
-        prompts = self.encode_prompts([record["prompt"] for record in records], records)
+        prompts = self.encoder.prompts([record["prompt"] for record in records], records)
+        self.refuse_empty_prompts(prompts, records)
+        kept = fitting([len(ids) for ids in prompts], self.policy.max_length - 1, self.source, self.overlong)
+        return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
+
+    def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
+        """Refuses records without a prompt."""
         for i, ids in enumerate(prompts):
             if not ids:
-                place = place_of(records[i], self.source)
-                raise UsageError(f"{place}: record {i} has an empty prompt, where a text should be that a completion "
-                                 "can start from; write one, or leave the row out")  # fmt: skip
-        limit = self.policy.max_length - 1
-        kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.overlong)
-        return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
+                place = place_of(records[i], f"{self.source}: record {i}")
+                raise refuse(place, "prompt", "is empty, where a text should be: the first token of an answer needs "
+                             "something that predicts it; write one, or leave the row out")  # fmt: skip
 
     @property
     def encoder(self) -> TextEncoder:
@@ -298,12 +203,6 @@ class LanguageDataModule(Experience):
         if self._encoder is None or self._encoder.tokenizer is not tokenizer:
             self._encoder = TextEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
         return self._encoder
-
-    def encode_prompts(
-        self, prompts: list[str | list[dict[str, Any]]], records: list[Record] | None = None
-    ) -> list[list[int]]:
-        """Token ids of prompts, texts or chat messages; see :meth:`TextEncoder.prompts`."""
-        return self.encoder.prompts(prompts, records)
 
     def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Token ids of the records' prompts, and for each named column of the answers to them; see
@@ -337,12 +236,8 @@ class LanguageDataModule(Experience):
         return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
 
     def training_loader(self, steps: int, micro_batches: Callable[[], Iterator[Batch]]) -> LazyLoader:
-        """Returns a loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches.
-
-        Args:
-            steps: of an epoch.
-            micro_batches: makes those of an epoch. Where the Trainer's number has changed by then, a UsageError is
-                raised instead: Lightning would end the epoch after as many micro-batches as before.
+        """Returns a loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches, which
+        ``micro_batches`` makes for an epoch.
         """
         n_micro = self._n_micro
 
@@ -355,18 +250,12 @@ class LanguageDataModule(Experience):
 
         return LazyLoader(steps * n_micro, of_an_epoch)
 
-    # ---------------------------------------------------------------- order
-
     def record_at(self, position: int) -> int:
         """Which training record stands at a position of the endless shuffled stream, see :class:`EndlessOrder`."""
         return self._passes.at(position, len(self.train_records))
 
-    def record(self, position: int) -> Record:
-        """Returns the training record at a position of the endless shuffled stream, the same on every rank."""
-        return self.records([position])[0]
-
     def records(self, positions: Sequence[int]) -> list[Record]:
-        """Returns the training records at positions of the endless shuffled stream."""
+        """Returns the training records at positions of the endless shuffled stream, the same on every rank."""
         if self.stream is not None:
             return [self.stream[position] for position in positions]
         numbers = [self.record_at(position) for position in positions]
@@ -414,19 +303,14 @@ class LanguageDataModule(Experience):
         return LazyLoader(len(batches), play)
 
     def own_held_out(self, records: int, per_batch: int) -> list[range]:
-        """Returns the numbers of this rank's held-out records, in batches; every rank has as many batches.
-
-        Args:
-            records: number of held-out records over all ranks.
-            per_batch: records per batch; the last one may have one more.
-
-        Raises:
-            UsageError: there are fewer records than ranks.
+        """Returns the numbers of this rank's held-out records, in batches; every rank has as many batches, the last of
+        which may have one record more.
         """
         rank, ranks = self._rank, self._world_size
         share, rest = divmod(records, ranks)
         if not share:
-            raise UsageError(f"n_eval={self.n_eval} is less than one record for each of {ranks} ranks")
+            raise UsageError(f"n_eval={self.n_eval} gives {records} held-out records, less than one for each of "
+                             f"{ranks} ranks")  # fmt: skip
         # Where weights are sharded, ranks call the model together, and must have as many records.
         if rest and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
             notice(f"{self.source}: {records - rest} of {records} held-out records are evaluated, for each of {ranks} "
@@ -438,11 +322,8 @@ class LanguageDataModule(Experience):
         return [range(start, stop) for start, stop in zip(starts, [*starts[1:], last], strict=True)]
 
     def write(self, records: list[Record], numbers: list[int]) -> Batch:
-        """One batch of held-out completions, with the evaluation's own sampling settings and seeds.
-
-        Returns:
-            What :meth:`judge` returns, the texts as ``tokens`` [P·K, T] right-padded with ``prompt_length`` [P·K], and
-            ``logged``, see ``RewardFunctions.take_logged``.
+        """Returns completions of some held-out records, with the evaluation's own sampling settings and seeds: what
+        :meth:`judge` returns, the texts' tokens, and what the reward functions logged.
         """
         k = self.eval_num_generations
         settings = {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
@@ -467,16 +348,6 @@ class LanguageDataModule(Experience):
         self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
         return self._scoring
 
-    def _on_exception(self, exception: BaseException) -> None:
-        # Lightning does not call `teardown` then, and the process would not end before all waiting calls.
-        if self._scoring is not None:
-            self._scoring.stop()
-            self._scoring = None
-        self.rewards.close()
-
-    def _teardown(self, stage: str) -> None:
-        self.rewards.close()
-
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
     ) -> Batch:
@@ -489,43 +360,34 @@ class LanguageDataModule(Experience):
             early: was notified of each completion as it ended, and holds their rewards.
 
         Returns:
-            ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
-            chat template), ``rewards`` [P·K, F] (NaN: not applicable),
-            ``reward_names``, ``token_rewards`` [P·K, L, F] where a function gives one number per token (else None),
-            ``extra`` (P·K dictionaries of what the functions logged by ``log_extra``),
-            ``correct`` [P, K] bool (None where there is no reward function), ``answers`` (P
-            lists of K), ``length`` and ``finished`` [P·K].
+            The fields of ``rl_modules.language.contract.JudgedCompletions`` without the texts' tokens and ``logged``.
         """
-        tokenizer = self.policy.tokenizer
+        k = num_generations
         if not self._warned_of_texts:
             self._warned_of_texts = True
             note_completions(self.encoder, self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        repeated = [record for record in records for _ in range(num_generations)]
+        texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        repeated = [record for record in records for _ in range(k)]
         self._ready_rewards()
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, texts, ids) if early is None else early.result(repeated, texts)
         self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
-        spread = self.rewards.take_token_rewards(scores, lengths)
-        correct = None
-        if len(self.rewards):
-            correct = (rewards[:, 0] >= self.correct_threshold).view(-1, num_generations)
+        spread = self.rewards.token_rewards(scores, lengths)
         answers = [
             voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text) for text in texts
         ]
-        k = num_generations
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],
             "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
             "texts": texts,
             "rewards": rewards,
             "reward_names": self.rewards.names,
-            "extra": self.rewards.take_extra(len(texts)),
+            "extra": self.rewards.extra(len(texts)),
             "token_rewards": None if spread is None else spread.to(rewards.device, non_blocking=True),
-            "correct": correct,
+            "correct": (rewards[:, 0] >= self.correct_threshold).view(-1, k) if len(self.rewards) else None,
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
             "length": written.length,
             "finished": written.finished,
@@ -537,5 +399,42 @@ class LanguageDataModule(Experience):
         self.rewards.by_token = getattr(self.policy, "takes_token_rewards", False)
 
     def _as_read(self, record: Record) -> str:
-        """The text of a record's prompt as the model reads it."""
         return str(self.policy.tokenizer.decode(record["prompt_ids"]))
+
+    def _on_exception(self, exception: BaseException) -> None:
+        # Lightning does not call `teardown` then, and the process would not end before all waiting calls.
+        if self._scoring is not None:
+            self._scoring.stop()
+            self._scoring = None
+        self._teardown("")
+
+    def _teardown(self, stage: str) -> None:
+        self.rewards.close()
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """The settings that decide what a position in the run is."""
+        return {}
+
+    def _resumed(self, position: int, saved: dict[str, Any]) -> int:
+        """The position at which this run resumes a checkpoint of another layout; a UsageError if it can't."""
+        return position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the stream of records and what is left of a generation, of every rank."""
+        own = {**state_of(self), "layout": self._layout}
+        return {"ranks": gather_ranks(own, self._rank, self._world_size)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            UsageError: the checkpoint has another number of ranks, or steps of another size.
+        """
+        if not self.is_fitting:
+            return
+        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
+        load_state(self, own, self.learner_trainer.strategy.root_device)
+        self._position = self._resumed(own["position"], own["layout"])

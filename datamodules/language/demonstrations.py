@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language.records import PlacedRecord, as_answer, place_of, refuse
 from datamodules.language.sequences import Sequences
+from datamodules.language.sources import load_records
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
@@ -16,41 +18,38 @@ class Demonstrations:
     The demonstrations of a step depend only on the seed, the step and the rank, so there is no state to store.
 
     Args:
-        prompts: n lists of token ids.
-        completions: n lists of token ids, EOS included.
-        per_step: sequences per optimizer step and rank.
-        seed: of the order.
-        longest: tokens that the model can take.
-
-    Raises:
-        UsageError: a demonstration that is too long for the model.
+        data: a ``PromptDataModule`` with ``ptx_batch_size``; they are those of its ``ptx_path``, or of its records.
     """
 
-    def __init__(
-        self, prompts: list[list[int]], completions: list[list[int]], per_step: int, seed: int, longest: int
-    ) -> None:
+    def __init__(self, data: Any) -> None:
+        self.per_step, self.seed = data.ptx_batch_size, data.seed
+        if data.ptx_path is not None:
+            records = list(load_records(path=data.ptx_path, required=("prompt", "completion"), texts=()))
+        elif data.streaming:
+            raise UsageError(f"ptx_batch_size={self.per_step} needs a ptx_path, for streaming=true loads no "
+                             "demonstrations with the prompts")  # fmt: skip
+        else:
+            records = list(data.train_records)
+        shown = []
+        for i, record in enumerate(records):
+            place = place_of(record, f"{data.source}: record {i}")
+            if record.get("completion") is None:
+                raise refuse(place, "completion", "has no completion to demonstrate, which ptx_batch_size="
+                             f"{self.per_step} asks for; give ptx_path")  # fmt: skip
+            answer = as_answer(record["completion"], f"{place}: 'completion'")
+            shown.append(PlacedRecord({**record, "completion": answer}, place))
+        prompts, (completions,) = data.encode_answers(shown, "completion")
         self.sequences = Sequences(prompts, completions, completion_only=True)
-        most = int(self.sequences.total.max())
+        most, longest = int(self.sequences.total.max()), data.policy.max_length
         if most > longest:
-            where = int(self.sequences.total.argmax())
-            raise UsageError(f"demonstration {where} has {most} tokens, the model takes {longest}; shorten it")
-        self.per_step = per_step
-        self.seed = seed
+            place = place_of(shown[int(self.sequences.total.argmax())], "")
+            raise refuse(place, "completion", f"a demonstration has {most} tokens, the model takes {longest}; shorten "
+                         "it")  # fmt: skip
 
     def parts(self, step: int, rank: int, ranks: int, n_micro: int, pad_id: int, device: Any) -> list[dict[str, Any]]:
-        """One step's demonstrations of one rank, divided over its micro-batches.
-
-        Args:
-            step: number of the optimizer step.
-            rank: of this process.
-            ranks: number of processes.
-            n_micro: micro-batches of the step.
-            pad_id: what fills the rows up.
-            device: where the tensors go.
-
-        Returns:
-            Per micro-batch ``ptx_tokens`` [b, T], ``ptx_counted`` (places in the flattened tokens that count), and
-            ``ptx_step_tokens``, how many count in the whole step, averaged over ranks.
+        """One step's demonstrations of one rank, divided over its micro-batches: of each ``ptx_tokens`` [b, T],
+        ``ptx_counted`` (places in the flattened tokens that count), and ``ptx_step_tokens``, how many count in the
+        whole step, averaged over ranks.
         """
         size = self.per_step * ranks
         index = self._stretch(step * size, size)
@@ -64,7 +63,7 @@ class Demonstrations:
         ]
 
     def _stretch(self, first: int, count: int) -> Tensor:
-        """Returns the demonstrations at ``count`` places of the stream; each pass over them has its own order."""
+        """The demonstrations at ``count`` places of the stream; each pass over them has its own order."""
         n = len(self.sequences)
         passes = range(first // n, (first + count - 1) // n + 1)
         orders = [

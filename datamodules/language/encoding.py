@@ -1,29 +1,31 @@
 """Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
 
-import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.language.chat_template import (
+    Messages,
+    common_length,
+    counts,
+    refuse_loss,
+    render,
+    why_no_beginning,
+)
 from datamodules.language.notices import notice
 from datamodules.language.records import place_of
 from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
-Messages = list[dict[str, Any]]
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
 #: The tag at which a template begins to mark the assistant's text; transformers searches with the same expression.
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
-#: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
-TEMPLATE_LIMIT_S = 5.0
 
 
 class TextEncoder:
@@ -60,16 +62,9 @@ class TextEncoder:
     def prompts(
         self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
     ) -> list[list[int]]:
-        """Encodes prompts up to the place where the model continues.
-
-        Args:
-            prompts: texts or chat messages. Where the last message is the assistant's, the model continues it (a
-                prefill); otherwise the template opens the assistant's turn.
-            records: the prompts' records, whose columns ``tools`` and ``chat_template_kwargs`` the template reads.
-
-        Raises:
-            UsageError: messages without a chat template, or a template that refuses them or has no place for tools;
-                texts that are rendered already.
+        """Token ids of prompts, texts or chat messages, up to the place where the model continues: a last message that
+        is the assistant's (a prefill), or else the assistant's turn, which the template opens. The template reads the
+        columns ``tools`` and ``chat_template_kwargs`` of their records.
         """
         if not prompts:
             return []
@@ -110,9 +105,6 @@ class TextEncoder:
 
         Returns:
             n prompts, and for each side n answers. A prompt's beginning is shared by all its answers.
-
-        Raises:
-            UsageError: the template can't be divided, or leaves out a part of an answer; see also :meth:`prompts`.
         """
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
         # A text goes through the chat template with an answer that does.
@@ -131,7 +123,7 @@ class TextEncoder:
                     talk = self._joined(prompt, answer)
                     texts.append(self._render(talk, columns[i]))
                     if complete:
-                        _refuse_loss(talk[-1], texts[-1])
+                        refuse_loss(talk[-1], texts[-1])
             ids = self._tokens(texts, False) if texts else []
             for i, prompt in enumerate(asked):
                 if self._is_plain(prompt):
@@ -173,15 +165,8 @@ class TextEncoder:
         """Number of the first token of an answer: where a conversation differs from its prompt with an opened turn.
 
         What the template writes to open the turn may be missing from the conversation. What it writes of the messages
-        before may not, nor the beginning of a message that the answer continues.
-
-        Args:
-            before: the messages of the prompt.
-            record: read for the template's variables.
-            opened: tokens of the prompt with the opened turn.
-            text: the conversation, rendered.
-            ids: its tokens.
-            prefilled: whether the answer continues the last message.
+        ``before`` may not, nor the beginning of a message that the answer continues (``prefilled``). ``opened`` are the
+        tokens of the prompt with the opened turn, ``text`` and ``ids`` the conversation.
         """
         start = common_length(opened, ids)
         if start == len(opened) < len(ids):
@@ -206,14 +191,14 @@ class TextEncoder:
         return self._closed(self._tokens([text])[0])
 
     def messages(self, prompt: str | Messages) -> Messages:
-        """Returns a prompt as the messages that the chat template gets, the system prompt included."""
+        """A prompt as the messages that the chat template gets, the system prompt included."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
     def as_read(self, prompt: str | Messages) -> str | Messages:
-        """Returns a prompt as text, or as the messages for the chat template."""
+        """A prompt as text, or as the messages for the chat template."""
         return prompt if self._is_plain(prompt) else self.messages(prompt)
 
     def ends_turns(self) -> bool:
@@ -229,10 +214,8 @@ class TextEncoder:
         return self._tokens([rest], False, note=False)[0] if rest else []
 
     def unknown_end(self, stops: Collection[int]) -> str | None:
-        """The special token with which the chat template ends the assistant's turns, where it ends no completion.
-
-        Args:
-            stops: token ids that end a completion.
+        """The special token with which the chat template ends the assistant's turns, where it ends no completion, as
+        ``stops`` do.
         """
         ids = self._tokens([self._end() or ""], False, note=False)[0]
         added = self.tokenizer.added_tokens_decoder
@@ -291,29 +274,26 @@ class TextEncoder:
             messages: of all turns.
             record: read for ``tools`` and ``chat_template_kwargs``.
             first: number of the message from which on assistant turns count.
-
-        Raises:
-            UsageError: no assistant turn counts, the template has neither, or a weight other than 0 and 1.
         """
         added = len(self.messages(messages)) - len(messages)
         messages, first = self.messages(messages), first + added
         answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-        counts = [_counts(messages[i]) for i in answers]
-        if not any(counts):
+        flags = [counts(messages[i]) for i in answers]
+        if not any(flags):
             raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
         if _GENERATION.search(str(self.tokenizer.chat_template)):
-            return self._by_own_mask(messages, record, first, counts)
-        return self._by_prefixes(messages, record, [i for i, flag in zip(answers, counts, strict=True) if flag])
+            return self._by_own_mask(messages, record, first, flags)
+        return self._by_prefixes(messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
 
     def _by_own_mask(
-        self, messages: Messages, record: Mapping[str, Any], first: int, counts: Sequence[bool]
+        self, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool]
     ) -> tuple[list[int], list[bool]]:
         rendered = self._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
         text = self._render(messages, record)
         self._note_unknown([ids], [text])
         if messages[-1]["role"] == "assistant":
-            _refuse_loss(messages[-1], text)
+            refuse_loss(messages[-1], text)
         if first:  # what the template renders of the messages before does not count
             before = self._tokens([self._render(messages[:first], record)], False, note=False)[0]
             shared = common_length(before, ids)
@@ -321,12 +301,12 @@ class TextEncoder:
         if not any(written):
             raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
                              "the template, or set completion_only_loss=false")  # fmt: skip
-        if not all(counts):
+        if not all(flags):
             blocks = [list(places) for flag, places in groupby(range(len(ids)), written.__getitem__) if flag]
-            if len(blocks) != len(counts):
-                raise UsageError(f"the chat template marks {len(blocks)} passages of {len(counts)} assistant messages, "
+            if len(blocks) != len(flags):
+                raise UsageError(f"the chat template marks {len(blocks)} passages of {len(flags)} assistant messages, "
                                  "so that those with weight 0 are not known; leave them out")  # fmt: skip
-            for i in chain(*(places for places, flag in zip(blocks, counts, strict=True) if not flag)):
+            for i in chain(*(places for places, flag in zip(blocks, flags, strict=True) if not flag)):
                 written[i] = False
         return ids, written
 
@@ -345,8 +325,8 @@ class TextEncoder:
                 beginning = self._tokens([closed], False, note=False)[0]
                 end = len(beginning)
                 if ids[:end] != beginning:
-                    raise UsageError(_why_no_beginning(turn, closed, whole))
-            _refuse_loss(messages[turn], whole)
+                    raise UsageError(why_no_beginning(turn, closed, whole))
+            refuse_loss(messages[turn], whole)
             written[start:end] = [True] * (end - start)
         return ids, written
 
@@ -362,33 +342,7 @@ class TextEncoder:
         return str(self._render(messages, record, **how))
 
     def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
-        if self.tokenizer.chat_template is None:
-            raise UsageError("the prompts or answers are chat messages, but the tokenizer has no chat template; give "
-                             "texts, or another tokenizer")  # fmt: skip
-        tools = tools_of(record)
-        template = str(self.tokenizer.chat_template)
-        for name, there in (("tools", tools), ("tool_calls", any(m.get("tool_calls") for m in messages))):
-            if there and name not in template:
-                raise UsageError(f"a record has {name}, which the tokenizer's chat template does not read; give a "
-                                 f"tokenizer for tool calls, or leave out {name}")  # fmt: skip
-        variables = {**self.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
-
-        def render(messages: Messages, **how: Any) -> Any:
-            with _time_limit(f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'}"):
-                return self.tokenizer.apply_chat_template(
-                    messages, tools=tools, **{"tokenize": False, **how, **variables}
-                )
-
-        try:
-            if (arguments := _texts_of_arguments(messages)) and _are_quoted(arguments, render, messages):
-                messages = _with_read_arguments(messages)
-            return render(messages, **how)
-        except Exception as error:  # templates raise errors of their own, of jinja's and of Python's kinds
-            if isinstance(error, UsageError):
-                raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UsageError(f"the chat template refuses a conversation with roles "
-                             f"{', '.join(m['role'] for m in messages)} ({reason})") from error  # fmt: skip
+        return render(self.tokenizer, messages, record, self.chat_template_kwargs, **how)
 
     # ---------------------------------------------------------------- tokens
 
@@ -429,11 +383,7 @@ class TextEncoder:
         ]
 
     def report_unknown(self, source: str) -> None:
-        """Name the characters met since the last report that the tokenizer lacks; nothing where there are none.
-
-        Args:
-            source: where the texts come from.
-        """
+        """Names the characters met since the last report that the tokenizer lacks, if there are any."""
         new = list(self._unknown)[self._reported :]
         self._reported = len(self._unknown)
         if new:
@@ -443,7 +393,7 @@ class TextEncoder:
 
 
 def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two modules encode texts equally, by a datamodule's ``encoding`` of each; their tokenizers are
+    """Whether two modules encode texts equally, by a datamodule's ``encoding`` of each; their tokenizers are
     separate objects.
     """
     tokenizers = one["tokenizer"], other["tokenizer"]
@@ -451,48 +401,9 @@ def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return alike and {**one, "tokenizer": None} == {**other, "tokenizer": None}
 
 
-def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
-    """Returns a record's tools, a list of JSON schemas or the JSON text of one; None where it has none.
-
-    Raises:
-        UsageError: anything else.
-    """
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"tools={tools[:60]!r} is not valid JSON, {error}; give a list of schemas") from error
-    if tools is not None and not isinstance(tools, list):
-        raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
-    return tools or None  # some templates open a section for an empty list
-
-
 def _is_prefilled(messages: Messages) -> bool:
-    """Returns whether the model continues the last message, which is the assistant's."""
+    """Whether the model continues the last message, which is the assistant's."""
     return bool(messages[-1]["role"] == "assistant")
-
-
-def _counts(message: Mapping[str, Any]) -> bool:
-    """Returns whether an assistant message counts in the loss: its ``weight`` is not 0.
-
-    Raises:
-        UsageError: another weight than 0 and 1.
-    """
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise UsageError(f"an assistant message has weight={weight!r}; give 1, or 0 for a message that is not learned")
-    return bool(weight)
-
-
-def _refuse_loss(message: Mapping[str, Any], rendered: str) -> None:
-    """Refuses an answer of which the chat template leaves something out; white space does not count."""
-    squeezed = "".join(rendered.split())
-    for name in ("content", "reasoning_content"):
-        text = str(message.get(name) or "")
-        if "".join(text.split()) not in squeezed:
-            raise UsageError(f"the chat template leaves out the {name} {text[:40]!r} of an answer, or a part of it; "
-                             "leave it out of the records, or give a template that renders it")  # fmt: skip
 
 
 @contextmanager
@@ -502,90 +413,3 @@ def _of_record(record: Mapping[str, Any], number: int) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"{place_of(record, f'record {number}')}: {error}") from error
-
-
-@contextmanager
-def _time_limit(what: str) -> Iterator[None]:
-    """Ends Python code that takes too long with an error; in another thread than the main one there is no limit.
-
-    A timer of the process's own time interrupts a loop where it is, needs no second thread or process for each of
-    millions of conversations, and leaves the alarm of real time to others.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise UsageError(f"{what} takes more than {TEMPLATE_LIMIT_S:g} s of processor time for one conversation, as a "
-                         "loop without an end does; give another template")  # fmt: skip
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def _why_no_beginning(turn: int, text: str, whole: str) -> str:
-    """Returns a sentence that says why a conversation's tokens do not begin with those of its beginning.
-
-    Args:
-        turn: number of the assistant's message.
-        text: the beginning as the template renders it, with the message.
-        whole: the conversation as the template renders it.
-    """
-    if whole.startswith(text):
-        return (f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
-                f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
-                "assistant wrote; give a template whose turns do not end with it, or one with {% generation %} blocks, "
-                "or set completion_only_loss=false to learn all tokens")  # fmt: skip
-    return (f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
-            "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
-            "completion_only_loss=false to learn all tokens")  # fmt: skip
-
-
-def _texts_of_arguments(messages: Messages) -> list[str]:
-    """Returns the arguments of tool calls that are the JSON text of an object, the form of OpenAI's API."""
-    calls = [call for m in messages for call in m.get("tool_calls") or () if isinstance(call, dict)]
-    functions = [call.get("function", call) for call in calls]
-    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return [text for text in texts if isinstance(text, str) and _read_object(text) is not None]
-
-
-def _are_quoted(arguments: Sequence[str], render: Callable[[Messages], str], messages: Messages) -> bool:
-    """Whether a chat template wants arguments as objects: it writes their text as a string in quotes, or refuses it."""
-    try:
-        rendered = render(messages)
-    except Exception:  # templates raise errors of their own, of jinja's and of Python's kinds
-        return True
-    quoted = [json.dumps(text, ensure_ascii=ascii_only) for text in arguments for ascii_only in (False, True)]
-    return any(text in rendered for text in quoted)
-
-
-def _with_read_arguments(messages: Messages) -> Messages:
-    """Messages whose tool calls have objects as arguments."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        value = {name: read(item) if name == "function" else item for name, item in value.items()}
-        found = _read_object(value["arguments"]) if isinstance(value.get("arguments"), str) else None
-        return value if found is None else {**value, "arguments": found}
-
-    return [{**m, "tool_calls": [read(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
-            for m in messages]  # fmt: skip
-
-
-def _read_object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of leading tokens, or characters, that two sequences share."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -2,22 +2,21 @@
 
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.conversations import as_conversation
+from datamodules.language.base import Batch, Record
 from datamodules.language.notices import notice
-from datamodules.language.records import NothingUsable
+from datamodules.language.passes import PassesDataModule
+from datamodules.language.records import as_conversation, refuse
 from datamodules.language.sequences import Sequences
-from datamodules.language.streaming import STREAM_STEPS
-from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import setting
+from rl_modules.core.state import transient
 from rl_modules.language.contract import PackingLearner
 
 #: Columns that are added to records here; a source must not have columns of these names.
@@ -26,7 +25,7 @@ ADDED = ("conversation", "whole", "text_ids", "completion_mask", "learned_ids")
 BUCKET_STEPS = 50
 
 
-class InstructionDataModule(LanguageDataModule):
+class InstructionDataModule(PassesDataModule[Sequences]):
     """Demonstrations (prompts and completions) in an endless shuffled stream; one epoch is about one pass over the
     records.
 
@@ -55,12 +54,8 @@ class InstructionDataModule(LanguageDataModule):
         None, "maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong`` "
         "selects what happens to longer ones", least=2, unit="tokens, a prompt's and a completion's")  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sequences: Sequences | None = None
-        self._position = 0  # micro-batches handed out
-        self._has_saved = False  # since the fit began
-        self._bucket: tuple[int, list[Tensor]] = (-1, [])
+    #: The present bucket's number, and its steps.
+    _bucket: tuple[int, list[Tensor]] = transient((-1, []))
 
     # ---------------------------------------------------------------- records
 
@@ -73,20 +68,15 @@ class InstructionDataModule(LanguageDataModule):
             if self.streaming and self.group_by_length:
                 raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
                                  "not know; set one of them")  # fmt: skip
-            if self.sequences is None and isinstance(self.train_records, list) and self.stream is None:
-                self.sequences = self._as_sequences(self.train_records)
-            if self.stream is None and counts_epochs(self.trainer):
-                announce_rest(len(self.train_records), self.batch_size * self._world_size, "begin the next pass")
-            self._position, self._has_saved = 0, False
-            self._bucket = (-1, [])
+
+    @property
+    def sequences(self) -> Sequences:
+        """The training records' tokens."""
+        return self.train_table
 
     @property
     def reads_all(self) -> bool:
         return self.group_by_length
-
-    def forget_records(self) -> None:
-        super().forget_records()
-        self.sequences = None
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
@@ -107,34 +97,17 @@ class InstructionDataModule(LanguageDataModule):
             # What a model completes may end with more of the chat template than what comes before a whole answer.
             other = {} if prompt == records[i]["prompt_ids"] else {"learned_ids": prompt}
             records[i] |= {"completion_ids": answer, **other}
-        limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
-        lengths = [len(first) + len(rest) for first, rest in map(_parts, records)]
-        kept = [i for i, length in enumerate(lengths) if length <= limit]
-        if len(kept) < len(records):
-            first = next(i for i, length in enumerate(lengths) if length > limit)
-            if self.overlong == "error" or not kept:
-                refusal = UsageError if self.overlong == "error" else NothingUsable
-                raise refusal(
-                    f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} "
-                    f"tokens with their completions (record {first} has {lengths[first]}); shorten them"
-                    + (", raise max_length" if limit < self.policy.max_length else "")
-                    + ("" if self.overlong == "drop" else ", or set overlong=drop")
-                )
-            print(f"{self.source}: {len(records) - len(kept)} of {len(records)} records left out, they are longer than "
-                  f"{limit} tokens with their completions")  # fmt: skip
-        return [records[i] for i in kept]
+        return [records[i] for i in self.fitting([len(first) + len(rest) for first, rest in map(_parts, records)])]
 
     def reshape(self, row: Record, place: str) -> Record:
         """Converts a row with ``messages``, or with a list of messages as completion, into a conversation with its
-        prompt.
-
-        The prompt of a row with only ``text`` is the text's first word.
+        prompt. The prompt of a row with only ``text`` is the text's first word.
         """
         row = {name: value for name, value in row.items() if name not in ADDED}
         text = row.get("text")
         is_whole = "text" in row and all(row.get(k) is None for k in ("prompt", "messages"))
         if is_whole and row.get("completion") is None and not (isinstance(text, str) and text.strip()):
-            raise UsageError(f"{place}: 'text' is {text!r}, where a text to learn should be; leave the row out")
+            raise refuse(place, "text", f"is {text!r}, where a text to learn should be; leave the row out")
         if is_whole and isinstance(text, str) and text.strip():
             return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,
                     "whole": True}  # fmt: skip
@@ -173,92 +146,45 @@ class InstructionDataModule(LanguageDataModule):
             raise UsageError(f"{self.source}: record {number}: {error}") from error
         return {**record, "text_ids": ids, "completion_ids": ids[1:], "completion_mask": written[1:]}
 
-    def _as_sequences(self, records: list[Record]) -> Sequences:
+    def table(self, records: list[Record]) -> Sequences:
         prompts, completions = zip(*map(_parts, records), strict=True) if records else ((), ())
         masks = [record.get("completion_mask") for record in records]
         return Sequences(prompts, completions, self.completion_only_loss, masks)
 
     # ---------------------------------------------------------------- training batches
 
-    def train_dataloader(self) -> LazyLoader:
-        return self.training_loader(self._steps_per_epoch, self._micro_batches)
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        if self.stream is not None:
-            return STREAM_STEPS
-        return whole_steps(len(self.train_records), self.batch_size * self._world_size)
-
     def _micro_batches(self) -> Iterator[Batch]:
-        """Yields one epoch's micro-batches, from the checkpoint's position."""
         if self._position == 0:
             self._check_ends()
-        n_micro = self._n_micro
-        length = self._steps_per_epoch * n_micro
-        step: list[Batch] = []
-        for position in range(self._position, (self._position // length + 1) * length):
-            if position % n_micro == 0 or not step:
-                step = self._step(position // n_micro)
-            self._position = position + 1
-            yield {**step[position % n_micro], "seed": stream_seed(self.seed, self._rank, "dropout", position)}
+        first = self._position
+        for position, batch in enumerate(super()._micro_batches(), first):
+            yield {**batch, "seed": stream_seed(self.seed, self._rank, "dropout", position)}
 
-    def _step(self, number: int) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step.
+    def batch(self, table: Sequences, records: list[Record], index: Tensor, packs: bool) -> Batch:
+        return table.batch(index, self._pad_id, packs)
 
-        Returns:
-            Per micro-batch the fields of :meth:`Sequences.batch`, and ``step_tokens``: tokens that count in the whole
-            step, averaged over ranks, as their gradients will be; ``n_micro``; ``num_tokens``: all tokens of the step
-            over all ranks, recorded once, with its last micro-batch.
-        """
-        n_micro = self._n_micro
-        sequences, index = self._drawn(number)
-        index = index[sequences.total[index].argsort(stable=True)]
-        # Neighbours in length go to different ranks, so that these have equally much to do.
-        own = index[self._rank :: self._world_size]
-        # Padding is least with equal lengths in a micro-batch; packing is best with short and long ones mixed.
-        parts = [own[i::n_micro] for i in range(n_micro)] if self._packs else list(own.tensor_split(n_micro))
-        step_tokens = int(sequences.counted[index].sum()) / self._world_size
-        num_tokens = int(sequences.total[index].sum())
-        return [
-            {
-                **sequences.batch(part, self._pad_id, self._packs),
-                "step_tokens": step_tokens,
-                "n_micro": n_micro,
-                "num_tokens": num_tokens if i == n_micro - 1 else 0,
-            }
-            for i, part in enumerate(parts)
-        ]
+    def step_fields(self, table: Sequences, index: Tensor) -> Batch:
+        # Tokens that count are averaged over ranks, as their gradients will be.
+        step_tokens = int(table.counted[index].sum()) / self._world_size
+        return {"step_tokens": step_tokens, "num_tokens": int(table.total[index].sum())}
 
-    def _drawn(self, number: int) -> tuple[Sequences, Tensor]:
-        """Returns all loaded sequences, and the indices of those of optimizer step ``number`` over all ranks."""
-        if not self.reads_as_needed:
-            assert self.sequences is not None
-            return self.sequences, self._sequences_of(number)
-        size = self.batch_size * self._world_size
-        return self._as_sequences(self.records(range(number * size, (number + 1) * size))), torch.arange(size)
+    def packs(self, table: Sequences, mixed: list[Tensor], alike: list[Tensor]) -> bool:
+        return self.packing and cast(PackingLearner, self.policy).can_pack
 
-    def _sequences_of(self, number: int) -> Tensor:
-        """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""
-        assert self.sequences is not None
-        size = self.batch_size * self._world_size
+    def rows_of_step(self, number: int) -> Tensor:
         if not self.group_by_length:
-            return torch.tensor([self.record_at(number * size + i) for i in range(size)])
+            return super().rows_of_step(number)
         # If there are enough records, a bucket does not hold one twice, because both would be in the same step.
-        steps = min(BUCKET_STEPS, self._steps_per_epoch)
+        steps, size = min(BUCKET_STEPS, self.steps_per_epoch), self._step_size
         bucket, offset = divmod(number, steps)
         if self._bucket[0] != bucket:
             first = bucket * steps * size
             index = torch.tensor([self.record_at(first + i) for i in range(steps * size)])
-            index = index[self.sequences.total[index].argsort(stable=True)]
+            index = index[self.train_table.total[index].argsort(stable=True)]
             generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "buckets", bucket))
             order = torch.randperm(steps, generator=generator)
             self._bucket = (bucket, list(index.view(steps, size)[order]))
         return self._bucket[1][offset]
-
-    @property
-    def _packs(self) -> bool:
-        """Whether rows are packed: ``packing`` is true and the model keeps texts apart. Needs the model."""
-        return self.packing and cast(PackingLearner, self.policy).can_pack
 
     # ---------------------------------------------------------------- evaluation
 
@@ -268,48 +194,12 @@ class InstructionDataModule(LanguageDataModule):
         return LazyLoader(len(written) + len(shown), lambda: chain(written, shown))
 
     def held_out_demonstrations(self) -> LazyLoader:
-        """Yields this rank's share of the held-out demonstrations as batches with the fields of
-        :meth:`Sequences.batch`.
-
-        Every rank has as many batches. Empty where the held-out records have no completions.
+        """Returns this rank's share of the held-out demonstrations, with the fields of :meth:`Sequences.batch`; nothing
+        where the held-out records have no completions.
         """
         if any("completion_ids" not in record for record in self.eval_records):
             return LazyLoader(0, lambda: iter(()))
-        parts = self.own_held_out(len(self.eval_records), self.eval_batch_size)
-        records = [self.eval_records[i] for part in parts for i in part]
-
-        def batches() -> Iterator[Batch]:
-            sequences = self._as_sequences(records)
-            for part in sequences.total.argsort(stable=True).split([len(numbers) for numbers in parts]):
-                yield sequences.batch(part, self._pad_id, self._packs)
-
-        return LazyLoader(len(parts), batches)
-
-    # ---------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the stream; everything else follows from the seed."""
-        self._has_saved = True
-        return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
-                "ranks": self._world_size}  # fmt: skip
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            UsageError: the checkpoint's steps have another size.
-        """
-        if not self.is_fitting:
-            return
-        # Lightning's batch-size finder returns to the state that this fit wrote before its first step.
-        own = self._has_saved and state_dict["position"] == 0
-        here = self.state_dict()
-        for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
-                               ("micro_batches", "trainer.accumulate_grad_batches")):  # fmt: skip
-            if not own and state_dict[name] != here[name]:
-                raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
-                                 "with as many")  # fmt: skip
-        self._position = state_dict["position"]
+        return self.held_out(self.eval_table.total.argsort(stable=True))
 
 
 def _parts(record: Record) -> tuple[list[int], list[int]]:

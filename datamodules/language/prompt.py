@@ -11,18 +11,23 @@ from torch import Tensor
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
-from datamodules.language.early_rewards import EarlyRewards
-from datamodules.language.records import PlacedRecord, as_answer, place_of
-from datamodules.language.reward_arguments import refuse_own_names
-from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined, require_rewards
-from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import load_records
-from datamodules.language.trainer_state import TrainerState
+from datamodules.language.reward_arguments import TrainerState, refuse_own_names
+from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.rows import (
+    RowLengths,
+    chosen_rows,
+    groups_of,
+    has_signal,
+    joined,
+    joined_sequences,
+    require_rewards,
+)
 from datamodules.loader import LazyLoader
-from datamodules.resume import gather_ranks, resumed_position, state_of_rank
+from datamodules.resume import resumed_position
 from rl_modules.common.errors import UsageError
-from rl_modules.common.seeding import stream_seed
+from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting
+from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
@@ -52,6 +57,25 @@ class PromptDataModule(LanguageDataModule):
     ptx_path: str | None = setting(
         None, "JSONL file of them, with prompt and completion; None: the task's or source's own")  # fmt: skip
 
+    #: Prompts taken from the stream so far, over all ranks, and generations written.
+    drawn: int = persistent(0)
+    generation: int = persistent(0)
+    #: Micro-batches of the generation handed out, and what is left of it: the module's fields, the rows' order.
+    _position: int = persistent(0)
+    _fields: dict[str, Tensor] | None = persistent()
+    _order: Tensor | None = persistent()
+    _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
+    #: The optimizer step whose weights wrote the generation; -1: older ones.
+    _written_at: int = persistent(-1)
+    _ahead: WrittenAhead = persistent(lambda self: WrittenAhead(self._write_ahead))
+    #: The trainer's state that reward functions receive, of rounds written ahead by the place of their first prompt.
+    _states: dict[int, dict[str, Any]] = persistent({})
+    #: Their rewards that are being computed in this process.
+    _early: dict[int, EarlyRewards] = transient({})
+    _reward_state: RewardFunctions = persistent(lambda self: self.rewards)
+    _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
+    _warned_of_lacking: bool = transient(False)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_generation_size()
@@ -60,21 +84,7 @@ class PromptDataModule(LanguageDataModule):
                              "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
         if self.ptx_path is not None and not self.ptx_batch_size:
             raise UsageError(f"ptx_path={self.ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
-        self._ahead = WrittenAhead(self._write_ahead)
-        # Of the rounds that this process has written ahead, by the place of their first prompt: the rewards that are
-        # being computed, and the trainer's state that reward functions receive.
-        self._early: dict[int, EarlyRewards] = {}
-        self._states: dict[int, dict[str, Any]] = {}
         self.demonstrations: Demonstrations | None = None
-        self.drawn = 0  # prompts taken from the stream so far, over all ranks
-        self.generation = 0
-        self._position = 0
-        self._fields: dict[str, Tensor] | None = None
-        self._lengths: RowLengths | None = None  # of the rows of `_fields`, on the host
-        self._order = torch.empty(0, dtype=torch.int64)
-        self._shuffler: torch.Generator | None = None  # a generator can't be pickled; `setup` makes it
-        self._written_at = -1
-        self._warned_of_lacking = False
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
@@ -92,16 +102,14 @@ class PromptDataModule(LanguageDataModule):
                                "whose loss reads no demonstrations (a subclass whose loss does sets "
                                "reads_demonstrations = True); take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
             if self.ptx_batch_size and self.demonstrations is None:
-                self.demonstrations = self._load_demonstrations()
-            self._check_async()
-            self._ahead.clear()
-            self._early, self._states = {}, {}
-            self.rewards.load_state_dict({})
-            self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
-            self.drawn = self.generation = self._position = 0
-            self._fields = self._lengths = None
-            self._written_at = -1
-            self._warned_of_lacking = False
+                self.demonstrations = Demonstrations(self)
+            module = self.policy
+            module.samples_ahead = self.async_generations > 0
+            if self.async_generations and not hasattr(module, "correction"):
+                raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
+                                 f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
+            forget_state(self.rewards)
+            self._ahead.in_thread = not self.async_generations or module.hparams["sampler"] == "vllm_server"
 
     def encode(self, records: list[Record]) -> list[Record]:
         if len(self.rewards):  # here, because the first call comes after the first generation
@@ -154,23 +162,28 @@ class PromptDataModule(LanguageDataModule):
         step: list[Batch] = []
         for position in range(self._position, length):
             if position == 0:
-                self._fields = self._new_generation()
-                self._lengths = RowLengths.of(self._fields)
+                self._fields, self._lengths = self._new_generation(), None
             if position % per_pass == 0:
                 self._order = torch.randperm(self.generation_size, generator=self._shuffler)
             if position % n_micro == 0 or not step:
                 step = self._step(position % per_pass // n_micro, n_micro)
                 if self.demonstrations is not None:
                     number = (self.generation - 1) * (length // n_micro) + position // n_micro
-                    step = self._with_demonstrations(step, number)
+                    device = step[0]["tokens"].device
+                    shown = self.demonstrations.parts(
+                        number, self._rank, self._world_size, n_micro, self._pad_id, device
+                    )
+                    step = [{**batch, **part} for batch, part in zip(step, shown, strict=True)]
             self._position = position + 1
+            if self._position == length:
+                self._fields = None  # used up: a checkpoint that is written now needs them no more
             yield step[position % n_micro]
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
         """Returns the micro-batches of one optimizer step, each of rows of similar length."""
-        fields, lengths = self._fields, self._lengths
-        if fields is None or lengths is None:
-            raise RuntimeError("no generation has been written yet")
+        fields = self._fields
+        assert fields is not None and self._order is not None
+        self._lengths = lengths = self._lengths or RowLengths.of(fields)
         rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if n_micro > 1:
             rows.sort(key=lengths.total)
@@ -199,35 +212,6 @@ class PromptDataModule(LanguageDataModule):
             batch = {**chosen_rows(fields, index, extent), **shared, "micro_rows": size, "micro_tokens": count}
             step.append({**batch, "shortest_prompt": extent[0]})
         return step
-
-    # ---------------------------------------------------------------- demonstrations
-
-    def _load_demonstrations(self) -> Demonstrations:
-        """Returns the demonstrations of ``ptx_path``, or those of the prompts' records."""
-        records = list(self.train_records) if self.ptx_path is None else []
-        if self.ptx_path is None and self.streaming:
-            raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
-                             "demonstrations with the prompts")  # fmt: skip
-        if self.ptx_path is not None:
-            records = list(load_records(path=self.ptx_path, required=("prompt", "completion"), texts=()))
-        missing = next((i for i, record in enumerate(records) if record.get("completion") is None), None)
-        if missing is not None:
-            raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
-                             f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
-        places = [place_of(record, f"{self.source}: record {i}") for i, record in enumerate(records)]
-        answers = [as_answer(record["completion"], f"{place}: 'completion'")
-                   for record, place in zip(records, places, strict=True)]  # fmt: skip
-        shown = [PlacedRecord({**record, "completion": answer}, place)
-                 for record, answer, place in zip(records, answers, places, strict=True)]  # fmt: skip
-        prompts, (completions,) = self.encode_answers(shown, "completion")
-        return Demonstrations(prompts, completions, self.ptx_batch_size, self.seed, self.policy.max_length)
-
-    def _with_demonstrations(self, step: list[Batch], number: int) -> list[Batch]:
-        """Returns the micro-batches of optimizer step ``number`` with their share of demonstrations."""
-        assert self.demonstrations is not None
-        device = step[0]["tokens"].device
-        parts = self.demonstrations.parts(number, self._rank, self._world_size, len(step), self._pad_id, device)
-        return [{**batch, **part} for batch, part in zip(step, parts, strict=True)]
 
     # ---------------------------------------------------------------- generation
 
@@ -275,14 +259,8 @@ class PromptDataModule(LanguageDataModule):
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
-        """Raises an error if no completion of several prompts has a reward.
-
-        It is called for generation 0 only; a checkpoint holds the generation's number. A check of each process's first
-        batch would stop resumed runs that an uninterrupted run would continue. No function may apply to a later
-        generation or to a single prompt.
-
-        Raises:
-            UsageError: names the functions.
+        """Refuses a generation 0 of several prompts without any reward. No function may apply to a later generation or
+        to a single prompt, and a resumed run begins with a later one.
         """
         prompts, names = rollout["prompts"], self.rewards.names
         if not names or (self._world_size == 1 and len(set(prompts)) == 1):
@@ -302,14 +280,7 @@ class PromptDataModule(LanguageDataModule):
         return flags
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
-        """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``.
-
-        Returns:
-            ``tokens`` [B, T] right-padded, ``prompt_length``, ``length`` [B], ``finished`` [B] bool, ``log_prob``
-            [B, L] under the sampler, ``version`` [B] (the optimizer step of the weights that wrote a row; None: the
-            current ones), ``reward`` [B] (NaN: not scored), ``num_generations``, ``generation``,
-            ``records``, and what :meth:`judge` returns.
-        """
+        """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
         first = self._reserve(n_prompts)
         records, seeds = self._asked(range(first, first + n_prompts))
         early = self.early_rewards(records, self.num_generations)
@@ -333,12 +304,15 @@ class PromptDataModule(LanguageDataModule):
     def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""
         module, n_each = self.policy, self.num_generations
+        if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
+            step = torch.full_like(written.length, self.learner_trainer.global_step)
+            written = replace(written, version=step)
         rollout = {
             **self.judge(records, written, n_each, early),
             **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
             "finished": written.finished,
             "log_prob": written.log_prob,
-            "version": self._version(written),
+            "version": written.version,
             "records": [record for record in records for _ in range(n_each)],
             "num_generations": n_each,
             "generation": self.generation,
@@ -349,23 +323,7 @@ class PromptDataModule(LanguageDataModule):
                              "reward function returned one per token; set it to 0")  # fmt: skip
         return rollout
 
-    def _version(self, written: Completions) -> Tensor | None:
-        """Returns the optimizer step of the weights that wrote each row, [B]; None: all rows have the present ones."""
-        if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
-            return torch.full_like(written.length, self.learner_trainer.global_step)
-        return written.version
-
     # ---------------------------------------------------------------- generations written ahead
-
-    def _check_async(self) -> None:
-        module = self.policy
-        module.samples_ahead = self.async_generations > 0
-        if not self.async_generations:
-            return
-        if not hasattr(module, "correction"):
-            raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
-                             f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
-        self._ahead.in_thread = module.hparams["sampler"] == "vllm_server"
 
     def _first_round(self, n_prompts: int) -> dict[str, Any]:
         """Returns a generation's first round, which is written now or was written while earlier generations trained."""
@@ -412,8 +370,8 @@ class PromptDataModule(LanguageDataModule):
             early = EarlyRewards(self.rewards, self.policy.tokenizer, records, self.num_generations)
             if state is not None:
                 early.trainer_state = replace(early.trainer_state or TrainerState(), **state)
-            rows = zip(written.tokens.tolist(), written.length.tolist(), strict=True)
-            early.on_written([row[:n] for row, n in rows], written.finished.tolist())
+            for row, (tokens, n) in enumerate(zip(written.tokens.tolist(), written.length.tolist(), strict=True)):
+                early.on_ended(row, tokens[:n])
         return early
 
     def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
@@ -433,69 +391,20 @@ class PromptDataModule(LanguageDataModule):
         return replaced(written, rows, again, self._pad_id)
 
     def _teardown(self, stage: str) -> None:
-        self._stop_ahead()
-        super()._teardown(stage)
-
-    def _on_exception(self, exception: BaseException) -> None:
-        self._stop_ahead()
-        super()._on_exception(exception)
-
-    def _stop_ahead(self) -> None:
         """Cancels the rounds to write and score ahead, except those that have begun."""
         self._ahead.stop()
         for early in self._early.values():
             early.stop()
+        super()._teardown(stage)
 
     # ---------------------------------------------------------------- state
 
     @property
     def _layout(self) -> dict[str, int]:
-        """The settings that decide a generation's micro-batches; ``length`` is their number."""
         names = ("batch_size", "num_generations", "steps_per_generation", "num_iterations")
         n_micro = self._n_micro
         length = self.steps_per_generation * self.num_iterations * n_micro
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the stream of prompts and the partly used generation, of every rank."""
-        own = {
-            "position": self._position,
-            "layout": self._layout,
-            "shuffler": None if self._shuffler is None else self._shuffler.get_state(),
-            "order": self._order,
-            "written_at": self._written_at,
-            "fields": self._half_used(),
-            "ahead": self._ahead.state_dict(),
-            "trainer_states": self._states,
-            "rewards": self.rewards.state_dict(),
-        }
-        ranks = gather_ranks(own, self._rank, self._world_size)
-        return {"drawn": self.drawn, "generation": self.generation, "ranks": ranks}
-
-    def _half_used(self) -> dict[str, Tensor] | None:
-        if self._fields is None or self.trainer is None:
-            return None
-        return None if self._position >= self._layout["length"] else {name: x.cpu() for name, x in self._fields.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            UsageError: the checkpoint has another number of ranks, or a generation of other settings.
-        """
-        if not self.is_fitting:
-            return
-        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
-        device = self.learner_trainer.strategy.root_device
-        self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
-        ahead, layout = own.get("ahead", []), own.get("layout", self._layout)
-        self._position = resumed_position(own["position"], layout, self._layout, begun=bool(ahead))
-        self._written_at = own["written_at"]
-        self._ahead.load_state_dict(ahead, device)
-        self._early, self._states = {}, own.get("trainer_states", {})
-        self.rewards.load_state_dict(own.get("rewards", {}))
-        if self._shuffler is not None and own["shuffler"] is not None:  # None: written before any fit
-            self._shuffler.set_state(own["shuffler"].cpu())
-        self._order = own["order"].cpu()
-        self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}
-        self._lengths = None if own["fields"] is None else RowLengths.of(own["fields"])
+    def _resumed(self, position: int, saved: dict[str, Any]) -> int:
+        return resumed_position(position, saved, self._layout, begun=len(self._ahead) > 0)

@@ -1,6 +1,8 @@
-"""Conversion of a file's or dataset's row to a record, with checks."""
+"""Conversion of a file's or dataset's row to a record, with checks: prompts, answers, preferences, conversations."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class NothingUsable(UsageError):
@@ -16,11 +19,8 @@ class NothingUsable(UsageError):
 
 
 class PlacedRecord(dict[str, Any]):
-    """A record with its file and line, for errors that are found during tokenization; copies are plain dicts.
-
-    Args:
-        record: its columns.
-        place: its file and line, or dataset and row.
+    """A record with its file and line, or dataset and row, for errors that are found during tokenization; copies are
+    plain dicts.
     """
 
     def __init__(self, record: Record, place: str) -> None:
@@ -29,8 +29,13 @@ class PlacedRecord(dict[str, Any]):
 
 
 def place_of(record: Mapping[str, Any], source: str) -> str:
-    """Returns a record's file and line, or dataset and row; where it has none, the name of its source."""
+    """A record's file and line, or dataset and row; where it has none, the name of its source."""
     return record.place if isinstance(record, PlacedRecord) else source
+
+
+def refuse(place: str, column: str, what: str) -> UsageError:
+    """The sentence about a record that can't be used: its file and line, the column, what is wrong, what is right."""
+    return UsageError(f"{place}: {column!r} {what}")
 
 
 def as_record(
@@ -42,11 +47,7 @@ def as_record(
     reshape: Callable[[Record, str], Record] | None,
     texts: Sequence[str] = TEXTS,
 ) -> Record:
-    """Returns a row of a file or dataset as a record, checked; see :func:`load_records` for the arguments.
-
-    Raises:
-        UsageError: a column or value that can't be used; names the place.
-    """
+    """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments."""
     record = dict(row)
     for target, source in (columns or {}).items():
         where = f"{place}: columns.{target}={source!r}"
@@ -63,9 +64,9 @@ def as_record(
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
         if record.get(name) is None:
-            raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}; "
-                             f"columns maps one to it, as in {{{name}: {next(iter(record), 'column')}}}"
-                             if name not in record else f"{place}: {name!r} is null")  # fmt: skip
+            raise refuse(place, name, "is null" if name in record else f"is missing, there is only {', '.join(record)}"
+                         f"{did_you_mean(name, record)}; columns maps one to it, as in "
+                         f"{{{name}: {next(iter(record), 'column')}}}")  # fmt: skip
     record["prompt"] = as_prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
         value = record.get(name)
@@ -74,41 +75,37 @@ def as_record(
     if answer_after is not None and record.get("answer") is not None:
         _, found, answer = record["answer"].rpartition(answer_after)
         if not found:
-            raise UsageError(f"{place}: the answer has no {answer_after!r}, as answer_after wants it to")
+            raise refuse(place, "answer", f"has no {answer_after!r}, as answer_after wants it to")
         record["answer"] = answer.strip()
     return PlacedRecord(record, place)
 
 
 def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     """Refuses, by name, dataset formats that no algorithm here supports."""
-    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
-        raise UsageError(f"{place}: 'completions' with 'labels' is stepwise supervision of a process reward model, "
-                         "which nothing here learns from; give prompt, completion and label")  # fmt: skip
     messages = row.get("messages", row.get("conversations"))
     first = messages[0] if isinstance(messages, list) and messages else None
+    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
+        raise refuse(place, "completions", "with 'labels' is stepwise supervision of a process reward model, which "
+                     "nothing here learns from; give prompt, completion and label")  # fmt: skip
     if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
-        raise UsageError(f"{place}: messages have from and value, ShareGPT's format, where role (system, user, "
-                         "assistant) and content should be; convert them, and give them as messages")  # fmt: skip
+        raise refuse(place, "messages", "have from and value, ShareGPT's format, where role (system, user, assistant) "
+                     "and content should be; convert them, and give them as messages")  # fmt: skip
     for name in ("image", "images"):
         if row.get(name) is not None:
-            raise UsageError(f"{place}: {name!r} belongs to a vision dataset, and every algorithm here reads text "
-                             "alone; leave the column out")  # fmt: skip
+            raise refuse(place, name, "belongs to a vision dataset, and every algorithm here reads text alone; leave "
+                         "the column out")  # fmt: skip
 
 
 def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
-    """Returns a prompt, text or chat messages, checked."""
+    """A prompt, text or chat messages, checked."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
     return as_messages(value, f"{place}: 'prompt'")
 
 
 def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
-    """Chat messages, checked: every one has a role, and text as content unless it calls tools.
-
-    Other keys (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content`` …) are kept for the chat template.
-
-    Raises:
-        UsageError: anything else.
+    """Chat messages, checked: every one has a role, and text as content unless it calls tools. Other keys
+    (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content`` …) are kept for the chat template.
     """
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
@@ -127,12 +124,8 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
-    """An answer, checked: a text, or a list of exactly one message of the assistant.
-
-    A message that has nothing but its text becomes the text. Others keep what the chat template may read.
-
-    Raises:
-        UsageError: anything else.
+    """An answer, checked: a text, or a list of exactly one message of the assistant. A message that has nothing but its
+    text becomes the text. Others keep what the chat template may read.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return as_text(value, what)
@@ -144,15 +137,7 @@ def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
 
 
 def as_text(value: Any, what: str) -> str:
-    """Text, checked; a number as it is written.
-
-    Args:
-        value: of a column.
-        what: the place and column, for messages.
-
-    Raises:
-        UsageError: another value, or text that can't be written as UTF-8.
-    """
+    """Text, checked; a number as it is written. ``what`` is the place and column, for messages."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -166,6 +151,125 @@ def as_text(value: Any, what: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Returns a value's type and beginning, for messages."""
+    """A value's type and beginning, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+def as_conversation(row: Record, place: str) -> Record:
+    """A row with ``messages``, or with messages as its completion, as a conversation; others are unchanged. It has
+    ``conversation``, all messages; ``prompt``, the messages before the assistant's first, or before the completion;
+    ``completion``, the text of the message after them.
+    """
+    completion = row.get("completion")
+    if isinstance(completion, list) and completion and isinstance(completion[0], dict):
+        answer = as_messages(completion, f"{place}: 'completion'")
+        prompt = row.get("prompt")
+        is_text = isinstance(prompt, str)
+        asked = [{"role": "user", "content": prompt}] if is_text else as_messages(prompt, f"{place}: 'prompt'")
+        return {**row, "conversation": [*asked, *answer], "prompt": asked, "completion": answer[0]["content"]}
+    if row.get("messages") is None or completion is not None:
+        return row
+    messages = as_messages(row["messages"], f"{place}: 'messages'")
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not first:
+        raise refuse(place, "messages", f"has roles {', '.join(m['role'] for m in messages)}, where a user's message "
+                     "and then an assistant's should be")  # fmt: skip
+    return {**row, "conversation": messages, "prompt": messages[:first], "completion": messages[first]["content"]}
+
+
+def as_preference(row: Record, place: str) -> Record:
+    """A row as ``prompt`` (text or messages), ``chosen`` and ``rejected`` (see :func:`as_answer`), and perhaps
+    ``margin``; a row in which an answer is missing is unchanged.
+
+    Answers may be lists of chat messages, of which the last one is the answer; the messages before it, which both
+    lists share, belong to the prompt. If texts have no prompt, the prompt is their common beginning up to its last
+    white space.
+    """
+    row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
+    margin = row.get("margin")
+    if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
+        raise refuse(place, "margin", f"is {margin!r}, where a number should be: the units of reward by which the "
+                     "chosen answer should win")  # fmt: skip
+    probability = row.get("probability")
+    if probability is not None and not (_is_number(probability) and 0 <= probability <= 1):
+        raise refuse(place, "probability", f"is {probability!r}, where a number in [0, 1] should be, with which the "
+                     "chosen answer wins; map another column to the name, or drop this one")  # fmt: skip
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if chosen is None or rejected is None:
+        return row
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        raise refuse(place, "chosen", f"is a {type(chosen).__name__} and 'rejected' a {type(rejected).__name__}; give "
+                     "both as texts, or both as lists of messages")  # fmt: skip
+    if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
+        cut = end_of_prompt(chosen, rejected)
+        return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+    return row
+
+
+def end_of_prompt(chosen: str, rejected: str) -> int:
+    """Where the common beginning of two texts ends: before its last white space, or where it has none at its last
+    character.
+    """
+    n = 0
+    while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
+        n += 1
+    shared = chosen[:n]
+    last = max((i for i, character in enumerate(shared) if character.isspace()), default=n)
+    return n if last == n else len(shared[: last + 1].rstrip())
+
+
+def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: str) -> Record:
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if len(messages) != shared + 1:
+            raise refuse(place, name, f"has {len(messages) - shared} messages after the {shared} that both answers "
+                         "share, where exactly one with role and content should be")  # fmt: skip
+    if shared:
+        before = chosen[:shared]
+        if isinstance(prompt, list) and prompt != before:
+            prompt = [*prompt, *before]
+        elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
+            # One message that is the prompt in words stays in words, for tokenizers without a chat template.
+            prompt = before
+    answers = {name: as_answer(messages[-1:], f"{place}: {name!r}")
+               for name, messages in (("chosen", chosen), ("rejected", rejected))}  # fmt: skip
+    return {"prompt": prompt, **answers}
+
+
+def as_judgement(row: Record, place: str) -> Record:
+    """A row as ``prompt``, ``completion`` (as of :func:`as_answer`) and ``label`` (bool), or as a pair, see
+    :func:`as_preference`.
+    """
+    completion, label = row.get("completion"), as_number(row.get("label"))
+    if label is None and row.get("chosen") is not None and row.get("rejected") is not None:
+        # A table gives each row the columns of all others, so a judgement may have a pair's columns as null.
+        pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
+        return as_preference(pair, place)
+    if completion is None or label is None:
+        raise refuse(place, "completion", f"and 'label', or 'chosen' and 'rejected', should be among the columns "
+                     f"{', '.join(map(repr, row)) or '(none)'}; name them with `columns`")  # fmt: skip
+    if label not in (0, 1):
+        raise refuse(place, "label", f"is {label!r}, where true or false should be")
+    return {**row, "completion": as_answer(completion, f"{place}: 'completion'"), "label": bool(label)}
+
+
+def as_number(value: Any) -> Any:
+    """The number or truth value that a text spells, None for an empty one; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _NUMBER.fullmatch(text):
+        number = float(text)
+        return int(number) if number.is_integer() else number
+    return value if text else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,96 +1,69 @@
-"""Arguments of reward functions: which columns they receive, and copies that a function may change."""
+"""One call of a reward function: the arguments that it gets, what it logs in TRL's form, the values that it returns."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from datamodules.language.reward_logging import LOGGING
+import torch
+
 from rl_modules.common.errors import UsageError
 
+#: Arguments by which a reward function logs.
+LOGGING = ("log_metric", "log_extra")
 #: Argument for the prompts as the model reads them, after the chat template; only for functions that name it.
 RENDERED = "rendered_prompts"
+#: Arguments that have no value per completion.
+_SHARED = frozenset({"trainer_state", *LOGGING})
 #: Arguments that are no columns.
-_OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, "trainer_state", *LOGGING})
+_OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, *_SHARED})
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset(
     {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
 )
-#: Arguments that have no value per completion.
-_SHARED = frozenset({"trainer_state", *LOGGING})
 
 
 def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the records' columns as reward functions get them; None where a record lacks one.
-
-    Raises:
-        UsageError: see :func:`refuse_own_names`.
-    """
+    """The records' columns as reward functions get them; None where a record lacks one."""
     names = dict.fromkeys(name for record in records for name in record if name not in _NOT_PASSED)
     refuse_own_names(names)
     return {name: [record.get(name) for record in records] for name in names}
 
 
 def refuse_own_names(columns: Iterable[str]) -> None:
-    """Refuses columns with the name of an argument, whose value they would replace.
-
-    Raises:
-        UsageError: names the column.
-    """
+    """Refuses columns with the name of an argument, whose value they would replace."""
     for name in (_OWN - _NOT_PASSED).intersection(columns):
         raise UsageError(f"the records have a column {name!r}, the name by which reward functions get this run's own "
                          f"{name}; rename or remove the column in the file or dataset")  # fmt: skip
 
 
-def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of ``given`` that a function accepts: the arguments that it names, and all columns if it has
-    ``**columns``.
-
-    Args:
-        func: the reward function.
-        name: its name, for messages.
-        given: all that reward functions may ask for.
-
-    Raises:
-        UsageError: it needs a column that is missing.
-    """
+def parameters_of(func: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters; of a builtin written in C, which has no signature, ``**columns``."""
     try:
-        parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # builtins written in C have no signature
-        return _without_named(given)
+        return inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
+
+
+def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``given`` that a function accepts: what it names, and all columns if it has ``**columns``."""
+    parameters = parameters_of(func)
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
         if needed and parameter.name not in given:
-            raise UsageError(_missing(name, parameter.name, given))
-    named = {key: value for key, value in given.items() if key in parameters}
+            columns = [key for key in given if key not in _OWN]
+            raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
+                             f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {**_without_named(given), **named} if takes_all else named
-
-
-def _without_named(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes the arguments that a reward function receives only if it names them."""
-    return {key: value for key, value in given.items() if key not in (*LOGGING, RENDERED)}
-
-
-def names_argument(func: Callable[..., Any], name: str) -> bool:
-    """Returns whether a function has an argument of a name."""
-    try:
-        return name in inspect.signature(func).parameters
-    except (TypeError, ValueError):  # builtins written in C have no signature
-        return False
-
-
-def _missing(name: str, parameter: str, given: dict[str, Any]) -> str:
-    columns = [key for key in given if key not in _OWN]
-    return (f"reward function {name!r} needs a column {parameter!r}, but the records have only "
-            f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
+    return {key: value for key, value in given.items()
+            if key in parameters or (takes_all and key not in (*LOGGING, RENDERED))}  # fmt: skip
 
 
 def own_part(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Returns the arguments of one call for samples ``start`` to ``stop``.
-
-    Each sample has lists and dictionaries of its own: the completions of one prompt share a record, which all epochs
-    and all reward functions read, and a function may change what it gets.
+    """The arguments of one call for samples ``start`` to ``stop``. Each sample has lists and dictionaries of its own:
+    the completions of one prompt share a record, which all epochs read, and a function may change what it gets.
     """
     return {
         key: value if value is None or key in _SHARED else [_copied(sample) for sample in value[start:stop]]
@@ -105,3 +78,154 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(x) for key, x in value.items()}
     return value
+
+
+# ---------------------------------------------------------------- TRL's log_metric and log_extra
+
+
+class RewardLog:
+    """Values that one call of a reward function logs about ``count`` completions, of which ``start`` is the first."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.start, self.count = start, count
+        self.metrics: list[tuple[str, float]] = []
+        self.columns: list[tuple[str, list[Any]]] = []
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a number to a curve; each counts as often as the call has completions, NaN not at all."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"log_metric({name!r}, {value!r}): the value must be a number") from None
+        if not math.isnan(number):
+            self.metrics.append((str(name), number))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Adds a column to the table of completions."""
+        values = list(values)
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}, …): {len(values)} values for {self.count} completions; give one "
+                             "each")  # fmt: skip
+        self.columns.append((str(column), values))
+
+
+def means(logs: Iterable[RewardLog]) -> dict[str, tuple[float, int]]:
+    """The mean of each metric over completions, and its weight: the completions that it was logged for."""
+    sums: dict[str, tuple[float, int]] = {}
+    for log in logs:
+        for name, value in log.metrics:
+            total, weight = sums.get(name, (0.0, 0))
+            sums[name] = total + value * log.count, weight + log.count
+    return {name: (total / weight, weight) for name, (total, weight) in sums.items()}
+
+
+def rows(logs: Iterable[RewardLog], count: int) -> list[dict[str, Any]]:
+    """The logged columns of each of a batch's completions."""
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for log in logs:
+        for column, values in log.columns:
+            for i, value in enumerate(values, log.start):
+                found[i][column] = value
+    return found
+
+
+# ---------------------------------------------------------------- the progress of the run
+
+
+@dataclass
+class TrainerState:
+    """The fields of transformers' ``TrainerState`` that exist here, for example for a reward with a schedule."""
+
+    #: Optimizer steps so far.
+    global_step: int = 0
+    #: Optimizer steps of the whole run; 0: not known.
+    max_steps: int = 0
+    #: Passes over the training records so far, a fraction.
+    epoch: float = 0.0
+    #: Tokens that training has seen so far, over all ranks.
+    num_input_tokens_seen: int = 0
+    is_world_process_zero: bool = True
+    #: The last logged metrics without ``time/*``, with their ``step``, in a list of at most one.
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+
+def trainer_state(trainer: Any, epoch: float) -> TrainerState:
+    """The state of a Lightning trainer; zeros where there is none."""
+    if trainer is None:
+        return TrainerState()
+    step, total = trainer.global_step, trainer.max_steps
+    if total < 0 and trainer.state.fn == "fit":
+        estimate = trainer.estimated_stepping_batches
+        total = 0 if estimate == float("inf") else int(estimate)
+    module = trainer.lightning_module
+    # TRL's log has its own names, which TensorBoard shows with the prefix.
+    latest = {name.removeprefix("train/"): value for name, value in getattr(module, "regular_metrics", {}).items()}
+    return TrainerState(
+        step, max(0, total), epoch, getattr(module, "num_tokens", 0), trainer.is_global_zero,
+        [{**latest, "step": step}] if latest else [],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the values
+
+
+@dataclass
+class Call:
+    """One function's share of a batch, whose first sample is ``first``; other numbers of samples are the batch's."""
+
+    function: int
+    name: str
+    first: int
+    given: dict[str, Any]
+    arguments: dict[str, Any]
+    values: list[float] = field(default_factory=list)
+    #: Samples that the function failed on, with the error.
+    failures: list[tuple[int, BaseException]] = field(default_factory=list)
+    #: Rewards of samples whose tokens have a number each.
+    lists: dict[int, list[float]] = field(default_factory=dict)
+    #: What the function logged, where it returned.
+    logs: list[RewardLog] = field(default_factory=list)
+
+    def refusal(self, what: str) -> UsageError:
+        return UsageError(f"reward function {self.name!r} returned {what}")
+
+    def reward(self, value: Any, i: int, by_token: bool) -> float:
+        """The reward of the share's i-th sample: a number, or the sum of one per token, which are kept."""
+        if not (isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1):
+            return self._number(value, i)
+        sample, ids = self.first + i, self.given["completion_ids"]
+        if not by_token:
+            raise self.refusal(f"{short(value)} for sample {sample}: a reward per token, which RLHFPPO alone learns "
+                               "from; return one number")  # fmt: skip
+        if ids is None or len(value) != len(ids[i]):
+            tokens = "an unknown number of" if ids is None else len(ids[i])
+            raise self.refusal(f"{len(value)} numbers for sample {sample}, whose completion has {tokens} tokens; "
+                               "return one number, or one per token of completion_ids")  # fmt: skip
+        numbers = [self._number(number, i) for number in value]
+        if any(math.isnan(number) for number in numbers):
+            raise self.refusal(f"{short(value)} for sample {sample}, with a None or NaN in it; where a token earns "
+                               "nothing the number is 0")  # fmt: skip
+        self.lists[sample] = numbers
+        return math.fsum(numbers)
+
+    def _number(self, value: Any, i: int) -> float:
+        """A returned value as a float; None becomes NaN."""
+        if value is None:
+            return math.nan
+        number = None
+        if not isinstance(value, str | bytes):
+            try:
+                number = float(value)  # numbers of NumPy and PyTorch too
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                number = None
+        if number is None or abs(number) > torch.finfo(torch.float32).max:
+            completion = short(self.given["completions"][i])
+            raise self.refusal(f"{short(value)} for sample {self.first + i} (completion {completion}), where a finite "
+                               "number or None should be")  # fmt: skip
+        return number
+
+
+def short(value: Any) -> str:
+    """The beginning of a value, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

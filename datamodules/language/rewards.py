@@ -177,16 +177,18 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
     return _adapted(known.get(spec) or _imported(spec, [*known, *FACTORIES]), spec)
 
 
-def rewards_of(task: Task) -> list[RewardFunction]:
-    """A task's reward functions, checked."""
-    try:
-        funcs: Any = task.reward_funcs
-    except Exception as error:
-        raise UsageError(f"task {task.name!r} has no reward_funcs: {what_happened(error)}") from error
-    if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
-        raise UsageError(f"task {task.name!r} has reward_funcs={funcs!r}, where a property that returns a list of "
-                         "functions should be")  # fmt: skip
-    return list(funcs)
+def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
+    """The reward functions of an argument: one or several entries; none: the task's own."""
+    specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
+    if not specs and task is not None:
+        try:
+            specs = task.reward_funcs
+        except Exception as error:
+            raise UsageError(f"task {task.name!r} has no reward_funcs: {what_happened(error)}") from error
+        if not isinstance(specs, list | tuple) or not all(map(callable, specs)):
+            raise UsageError(f"task {task.name!r} has reward_funcs={specs!r}, where a property that returns a list of "
+                             "functions should be")  # fmt: skip
+    return [load_reward_func(spec, task) for spec in specs or ()]
 
 
 def _imported(path: str, known: list[str]) -> Any:

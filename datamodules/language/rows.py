@@ -20,15 +20,8 @@ _OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct"})
 
 
 def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
-    """Checks what a policy's ``rewards`` returned, which a subclass may override.
-
-    Args:
-        rewards: one number per completion, [n]; of a policy that takes rewards per token also [n, L].
-        n: completions.
-        policy: whose method it was.
-
-    Raises:
-        UsageError: no tensor, or one of another shape.
+    """Checks what a policy's ``rewards`` returned, which a subclass may override: [n], of a policy that takes rewards
+    per token also [n, L].
     """
     dims = (1, 2) if getattr(policy, "takes_token_rewards", False) else (1,)
     if isinstance(rewards, Tensor) and rewards.ndim in dims and len(rewards) == n:
@@ -38,13 +31,24 @@ def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
                      f"number for each, [{n}]")  # fmt: skip
 
 
-def has_signal(reward: Tensor, num_generations: int) -> Tensor:
-    """Returns whether the scored rewards of each group differ, [P] bool; groups of equal rewards give no gradient.
-
-    Args:
-        reward: [P · num_generations], NaN where nothing could score.
-        num_generations: completions per group.
+def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
+    """P prompts and the sampler's ``Completions`` of them as one right-padded sequence each: ``tokens`` [B, T],
+    ``prompt_length`` [B], ``length`` [B].
     """
+    device = written.tokens.device
+    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
+    width = int((prompt_length + written.length).max())
+    tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
+    longest = max(len(p) for p in prompts)
+    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
+    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
+    row, column = written.mask.nonzero(as_tuple=True)
+    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
+    return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}
+
+
+def has_signal(reward: Tensor, num_generations: int) -> Tensor:
+    """Whether the scored rewards of each group differ, [P] bool; groups of equal rewards give no gradient."""
     groups = reward.view(-1, num_generations)
     highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
     lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
@@ -70,13 +74,7 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: int) -> dict[str, Any]:
-    """Some groups of a rollout, in the order given.
-
-    Args:
-        rollout: see ``PromptDataModule``.
-        groups: numbers of groups.
-        num_generations: completions per group; what has one entry per group is chosen by group.
-    """
+    """Some groups of a rollout, in the order given; what has one entry per group is chosen by group."""
     rows = [g * num_generations + j for g in groups for j in range(num_generations)]
     n_rows = len(rollout["length"])
     chosen: dict[str, Any] = {}
@@ -94,13 +92,7 @@ def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: i
 
 
 def chosen_rows(fields: dict[str, Tensor], rows: Tensor, extent: Extent) -> dict[str, Tensor]:
-    """Some rows of what a module prepared.
-
-    Args:
-        fields: [B, …] each, ``mask`` among them.
-        rows: numbers, [b].
-        extent: of these rows.
-    """
+    """Some rows of what a module prepared, [B, …] each, ``mask`` among them."""
     return _cut({name: value[rows] for name, value in fields.items()}, extent, before=fields["mask"].shape[1])
 
 
@@ -115,23 +107,16 @@ class RowLengths:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "RowLengths":
-        """Copies them from the device, once.
-
-        Args:
-            fields: ``prompt_length``, ``length`` and, where rows may be left out, ``keep``, [B] each.
-        """
+        """Copies them from the device, once."""
         keep = fields.get("keep", torch.ones_like(fields["length"]))
         table = torch.stack([fields["prompt_length"], fields["length"], keep.to(fields["length"])]).tolist()
         return cls(table[0], table[1], [bool(flag) for flag in table[2]])
 
     def total(self, row: int) -> int:
-        """Tokens of a row, prompt and completion."""
         return self.prompt[row] + self.completion[row]
 
     def kept(self, rows: Sequence[int]) -> list[int]:
-        """Returns the rows that contribute to the gradient; at least one row, so that every rank makes the same
-        steps.
-        """
+        """The rows that contribute to the gradient; at least one, so that every rank makes the same steps."""
         return [row for row in rows if self.keep[row]] or list(rows[:1])
 
     def extent(self, rows: Sequence[int]) -> Extent:

@@ -2,14 +2,34 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+Ids = Sequence[Sequence[int]]
+
+
+class _Pieces:
+    """Lists of token ids as one flat tensor, from which rows are laid out without a loop over tokens."""
+
+    def __init__(self, pieces: Sequence[Sequence[int]]) -> None:
+        self.size = torch.tensor([len(piece) for piece in pieces], dtype=torch.long)
+        self.tokens = torch.tensor(list(chain.from_iterable(pieces)), dtype=torch.int32)
+        self._start = self.size.cumsum(0) - self.size
+
+    def lay(self, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the tokens of some pieces, each to begin at one of ``starts``: which piece of ``numbers`` a token belongs
+        to, its place within it, its place in ``tokens``, and the place where it goes.
+        """
+        size = self.size[numbers]
+        owner = torch.arange(len(numbers)).repeat_interleave(size)
+        within = torch.arange(len(owner)) - (size.cumsum(0) - size)[owner]
+        return owner, within, self._start[numbers][owner] + within, starts[owner] + within
+
 
 class Sequences:
-    """Prompts with completions as one flat tensor, from which batches are cut without a loop over tokens.
+    """Prompts with completions, of which batches are made.
 
     Args:
         prompts: n lists of token ids, none empty.
@@ -21,20 +41,19 @@ class Sequences:
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
+        prompts: Ids,
+        completions: Ids,
         completion_only: bool,
         masks: Sequence[Sequence[bool] | None] | None = None,
     ) -> None:
-        joined = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
+        self._pieces = _Pieces([[*p, *c] for p, c in zip(prompts, completions, strict=True)])
         #: Tokens of each sequence, [n].
-        self.total = torch.tensor([len(ids) for ids in joined])
-        self._tokens = torch.tensor([token for ids in joined for token in ids])
-        self._start = self.total.cumsum(0) - self.total
-        self._first = torch.tensor([len(p) for p in prompts]) if completion_only else torch.ones_like(self.total)
+        self.total = self.longest = self._pieces.size
+        first = torch.tensor([len(p) for p in prompts], dtype=torch.long)
+        self._first = first if completion_only else torch.ones_like(self.total)
         #: Tokens of each sequence that count, [n].
         self.counted = self.total - self._first
-        #: Whether each of ``_tokens`` counts, where completions have a mask of their own.
+        #: Whether each token counts, where completions have a mask of their own.
         self._counts: Tensor | None = None
         if completion_only and masks is not None and any(mask is not None for mask in masks):
             counts = [
@@ -67,13 +86,10 @@ class Sequences:
             row, column = pack(total.tolist(), width)
         else:
             row, column = torch.arange(len(index)), torch.zeros_like(total)
-        owner = torch.arange(len(index)).repeat_interleave(total)
-        within = torch.arange(len(owner)) - (total.cumsum(0) - total)[owner]
-        place = (row * width + column)[owner] + within
+        owner, within, source, place = self._pieces.lay(index, row * width + column)
         rows = int(row.max()) + 1
         tokens = torch.full((rows * width,), pad_id)
-        source = self._start[index][owner] + within
-        tokens[place] = self._tokens[source]
+        tokens[place] = self._pieces.tokens[source].long()
         counts = within >= self._first[index][owner] if self._counts is None else self._counts[source]
         batch = {
             "tokens": tokens.view(rows, width),
@@ -88,15 +104,103 @@ class Sequences:
         return batch
 
 
-def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Lays sequences into as few rows as best-fit decreasing finds.
+class Pairs:
+    """Prompts, chosen and rejected answers, of which batches are made.
 
     Args:
-        lengths: n of them, each at most ``width``.
-        width: room of a row.
+        prompts: n lists of token ids.
+        chosen: n lists of token ids, none empty.
+        rejected: n lists of token ids, none empty.
+    """
 
-    Returns:
-        Row and first column of each sequence, [n] each. At most 11/9 of the fewest possible rows, and one.
+    def __init__(self, prompts: Ids, chosen: Ids, rejected: Ids) -> None:
+        # In order: prompt, chosen and rejected answer of each pair.
+        self._pieces = _Pieces([piece for pair in zip(prompts, chosen, rejected, strict=True) for piece in pair])
+        self.tokens = self._pieces.tokens
+        #: Tokens of prompt, chosen and rejected answer, [n, 3].
+        self.lengths = self._pieces.size.view(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> Tensor:
+        """Tokens of the longer of both sequences, prompt included, [n]."""
+        return self.lengths[:, 0] + self.lengths[:, 1:].amax(-1)
+
+    @property
+    def total(self) -> Tensor:
+        """Tokens of both sequences together, the prompt counted twice, [n]."""
+        return 2 * self.lengths[:, 0] + self.lengths[:, 1] + self.lengths[:, 2]
+
+    def batch(self, index: Tensor, packing: bool) -> dict[str, Tensor]:
+        """Some of the pairs as rows of equal width.
+
+        Args:
+            index: which ones, [b].
+            packing: prompt, chosen and rejected answer one after the other, the prompt read once, and several pairs to
+                a row, in rows as wide as the longest; False: one row per answer.
+
+        Returns:
+            ``tokens`` [rows, width], 0 where nothing stands; ``lengths`` [b, 3], the tokens of each prompt, chosen and
+            rejected answer; ``last`` [2b], the places in ``tokens.flatten()`` of each sequence's last token, the
+            chosen ones first. Where packed also ``position_ids``, ``segment`` (which piece a
+            token belongs to, -1: none) and ``prompt_segment`` (the piece that it reads besides), [rows, width] each.
+        """
+        lengths, b = self.lengths[index], len(index)
+        if packing:
+            total = lengths.sum(-1)
+            width = int(total.max())
+            row, column = pack(total.tolist(), width)
+            # Pieces in the order of the pair: prompt, chosen, rejected.
+            piece = torch.arange(3).repeat(b)
+            pair = torch.arange(b).repeat_interleave(3)
+            start = (row * width + column).repeat_interleave(3) + (lengths.cumsum(-1) - lengths).flatten()
+            rows = int(row.max()) + 1
+            end = start.view(b, 3) + lengths - 1
+            last = torch.cat([end[:, 1], end[:, 2]])
+        else:
+            width = int(self.longest[index].max())
+            # Pieces in the order of the rows: prompt and chosen b times, then prompt and rejected b times.
+            piece = torch.cat([torch.tensor([0, 1]).repeat(b), torch.tensor([0, 2]).repeat(b)])
+            pair = torch.arange(b).repeat_interleave(2).repeat(2)
+            rows = 2 * b
+            start = torch.arange(rows).repeat_interleave(2) * width + torch.where(piece > 0, lengths[pair, 0], 0)
+            last = start[1::2] + lengths[pair, piece][1::2] - 1
+        owner, within, source, place = self._pieces.lay(3 * index[pair] + piece, start)
+        tokens = torch.zeros(rows * width, dtype=torch.long)
+        tokens[place] = self.tokens[source].long()
+        batch = {"tokens": tokens.view(rows, width), "last": last, "lengths": lengths}
+        if packing:
+            # Both answers start where the prompt ends.
+            position = torch.where(piece > 0, lengths[pair, 0], 0)[owner] + within
+            for name, values, filler in (
+                ("position_ids", position, 0), ("segment", owner, -1), ("prompt_segment", 3 * pair[owner], -1)
+            ):  # fmt: skip
+                filled = torch.full((rows * width,), filler)
+                filled[place] = values
+                batch[name] = filled.view(rows, width)
+        return batch
+
+    def work(self, index: Tensor, packing: bool, hidden_size: int) -> float:
+        """Work of a forward pass over some pairs, in tokens: the places of its rows, and 1 for every 8 ·
+        ``hidden_size`` pairs of places that attention compares, which cost as much as a token's products with 16 ·
+        ``hidden_size``² weights. A causal kernel skips half of a row's pairs; with the mask of packed rows it computes
+        all.
+        """
+        if packing:
+            total = self.lengths[index].sum(-1)
+            width = int(total.max())
+            rows, compared = int(pack(total.tolist(), width)[0].max()) + 1, float(width)
+        else:
+            width = int(self.longest[index].max())
+            rows, compared = 2 * len(index), width / 2
+        return rows * width * (1 + compared / (8 * hidden_size))
+
+
+def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """Row and first column of each of n sequences, laid into as few rows of a width as best-fit decreasing finds: at
+    most 11/9 of the fewest possible, and one.
 
     Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms".
     """
@@ -113,27 +217,3 @@ def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         column[i] = width - room
         insort(free, (room - lengths[i], row[i]))
     return torch.tensor(row), torch.tensor(column)
-
-
-def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
-    """Prompts and their completions as one right-padded sequence each.
-
-    Args:
-        prompts: P lists of token ids.
-        written: the sampler's ``Completions`` of P · num_generations rows.
-        num_generations: completions per prompt.
-        pad_id: fills the columns after the end.
-
-    Returns:
-        ``tokens`` [B, T], ``prompt_length`` [B], ``length`` [B].
-    """
-    device = written.tokens.device
-    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
-    width = int((prompt_length + written.length).max())
-    tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
-    longest = max(len(p) for p in prompts)
-    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
-    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
-    row, column = written.mask.nonzero(as_tuple=True)
-    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
-    return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}

@@ -1,33 +1,35 @@
-"""Records from a task, a JSONL file or a dataset, with one set of checks."""
+"""Records from a task, a file or a dataset, with one set of checks; those of a large source are read on demand."""
 
 import random
+import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.dataset_files import TableRows, describe_dataset, is_table, read_dataset
-from datamodules.language.jsonl_files import JsonlRows
+from datamodules.language.files import (
+    BLOCK,
+    JsonlRows,
+    Placed,
+    ReadByNumber,
+    TableRows,
+    describe_dataset,
+    is_table,
+    read_dataset,
+)
 from datamodules.language.notices import notice
-from datamodules.language.records import TEXTS, NothingUsable, as_prompt, as_record, as_text, short
+from datamodules.language.records import TEXTS, NothingUsable, as_prompt, as_record, as_text, place_of, short
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
-#: Records that are read together.
-_BLOCK = 1000
 #: Rows of a source, each with its place.
-Rows = list[tuple[str, dict[str, Any]]] | JsonlRows | TableRows
+Rows = list[Placed] | JsonlRows | TableRows
 
 
-class Records(Sequence[Record]):
-    """The records of a file or dataset, which are read and checked when they are asked for.
-
-    Args:
-        rows: of the source, each with its place.
-        numbers: of the rows that are taken.
-        as_record: makes a row a record.
-    """
+class Records(ReadByNumber[Record]):
+    """The records of a file or dataset, which are read and checked when they are asked for."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int], as_record: Callable[[str, Record], Record]) -> None:
         self._rows, self._numbers, self._as_record = rows, numbers, as_record
@@ -38,15 +40,9 @@ class Records(Sequence[Record]):
     def __iter__(self) -> Iterator[Record]:
         if len(self) == len(self._rows):
             return (self._as_record(place, row) for place, row in self._rows)
-        blocks = (range(i, min(i + _BLOCK, len(self))) for i in range(0, len(self), _BLOCK))
-        return (record for block in blocks for record in self.take(block))
-
-    def __getitem__(self, index: Any) -> Any:
-        numbers = range(len(self))[index]
-        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
+        return super().__iter__()
 
     def take(self, numbers: Sequence[int]) -> list[Record]:
-        """Returns the records of some numbers."""
         chosen = [self._numbers[i] for i in numbers]
         found = [self._rows[i] for i in chosen] if isinstance(self._rows, list) else self._rows.take(chosen)
         return [self._as_record(place, row) for place, row in found]
@@ -105,9 +101,11 @@ def load_records(
         raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
-        return task_records(made, split, n, required)
+        return _task_records(made, split, n, required)
     if path is not None:
-        where, rows = str(path), read_path(path)
+        # A table that ``datasets`` reads, or else JSONL.
+        where, table = str(path), Path(path).is_file() and is_table(Path(path))
+        rows: Rows = read_dataset(str(path), where=where) if table else JsonlRows(path)
     else:
         assert dataset is not None
         where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
@@ -125,12 +123,8 @@ def load_records(
     return records if as_read else list(records)
 
 
-def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
-    """Returns a task's records, or its preferences where ``rejected`` is required, checked as those of a file.
-
-    Raises:
-        UsageError: the task raises, has none, or one that can't be used.
-    """
+def _task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
+    """A task's records, or its preferences where ``rejected`` is required, checked as those of a file."""
     what = f"task {task.name!r}"
     try:
         records = list(task.preferences(split, n) if "rejected" in required else task.records(split, n))
@@ -156,43 +150,110 @@ def _checked(record: Any, place: str, required: Sequence[str], texts: Sequence[s
     return {**record, "prompt": as_prompt(record["prompt"], place), **given}
 
 
-def read_path(path: str | Path) -> Rows:
-    """Returns the rows of one file, each with its place: a table that ``datasets`` reads, or else JSONL.
-
-    Raises:
-        UsageError: see :class:`JsonlRows` and :func:`read_dataset`.
+def fitting(
+    lengths: Sequence[int], limit: int, where: str, overlong: str = "error", noun: str = "prompts",
+    remedy: str = "take a model with more positions",
+) -> list[int]:  # fmt: skip
+    """Numbers of the records that are short enough. Longer ones are refused, or under ``overlong="drop"`` left out with
+    one notice; a :class:`NothingUsable` where none is left.
     """
-    if Path(path).is_file() and is_table(Path(path)):
-        return read_dataset(str(path), where=str(path))
-    return JsonlRows(path)
-
-
-def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlong: str = "error") -> list[int]:
-    """Selects the records whose prompts fit into the model's context.
-
-    Args:
-        lengths: tokens of every prompt.
-        limit: most tokens of a prompt.
-        where: the records' source, for the message.
-        overlong: ``error``, or ``drop`` with one printed count.
-
-    Returns:
-        Indices of the records to keep, in order.
-
-    Raises:
-        NothingUsable: all prompts are too long under ``drop``.
-        UsageError: a prompt is too long under ``error``; another value of ``overlong``.
-    """
-    if overlong not in ("error", "drop"):
-        raise UsageError(f"overlong={overlong!r} must be error or drop")
     kept = [i for i, length in enumerate(lengths) if length <= limit]
-    dropped = len(lengths) - len(kept)
-    if dropped and (overlong == "error" or not kept):
+    if dropped := len(lengths) - len(kept):
         first = next(i for i, length in enumerate(lengths) if length > limit)
-        refusal = UsageError if overlong == "error" else NothingUsable
-        raise refusal(f"{where}: {dropped} of {len(lengths)} prompts are longer than {limit} tokens (record {first} "
-                         f"has {lengths[first]}); shorten them or take a model with more positions"
-                         + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
-    if dropped:
-        notice(f"{where}: {dropped} of {len(lengths)} records left out, their prompts are longer than {limit} tokens")
+        if overlong == "error" or not kept:
+            refusal = UsageError if overlong == "error" else NothingUsable
+            raise refusal(f"{where}: {dropped} of {len(lengths)} {noun} are longer than {limit} tokens (record {first} "
+                          f"has {lengths[first]} tokens); shorten them, {remedy}"
+                          + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
+        notice(f"{where}: {dropped} of {len(lengths)} {noun} left out, they are longer than {limit} tokens")
     return kept
+
+
+class EncodedRecords(ReadByNumber[Record]):
+    """Records with token ids, of which only the numbers are in memory.
+
+    The start reads and checks every row once. It encodes the first thousand, and each that may be left out or refused:
+    one that may have more than ``limit`` tokens, an empty prompt, or two equal answers. So the same records are left
+    out, and stand in the same order, as where all are loaded. What only the tokenizer or the chat template finds in
+    another record is an error, with its place, when it is first read.
+
+    ``encode`` adds the token ids to records, and may leave some out; ``limit`` is the most tokens of a record, and
+    ``name`` the source's.
+    """
+
+    def __init__(self, records: Records, encode: Callable[[list[Record]], list[Record]], limit: int, name: str) -> None:
+        self._records, self._encode, self._name = records, encode, name
+        # Generations that are written ahead read in a thread of their own, and a tokenizer serves one at a time.
+        self._lock = threading.Lock()
+        is_kept = bytearray(len(records))
+        template = limit
+        block: dict[int, Record] = {}
+        for number, record in enumerate(records):
+            if number < BLOCK or _is_doubtful(record, limit - template):
+                block[number] = record
+            else:
+                is_kept[number] = True
+            if len(block) == BLOCK or (block and number == len(records) - 1):
+                found = self._encoded(list(block.values()))
+                for kept in _numbers_of(found, block):
+                    is_kept[kept] = True
+                # The shortest record has at least the tokens that the chat template adds to each.
+                template = min([template, *map(_n_tokens, found)])
+                block.clear()
+        self._kept = array("Q", (number for number, flag in enumerate(is_kept) if flag))
+        if not self._kept:
+            raise NothingUsable(f"{name}: none of its {len(records)} records can be used")
+        if len(self) < len(records):
+            notice(f"{name}: {len(records) - len(self)} of {len(records)} records left out")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, numbers: Sequence[int]) -> list[Record]:
+        """One that ``encode`` leaves out is replaced by another of them, or by the next."""
+        n = len(self)
+        with self._lock:
+            for further in range(min(n, BLOCK)):
+                found = self._encoded(self._records.take([self._kept[(number + further) % n] for number in numbers]))
+                if found:
+                    return [found[i % len(found)] for i in range(len(numbers))]
+        raise NothingUsable(f"{self._name}: none of {BLOCK} records in a row can be used")
+
+    def _encoded(self, records: list[Record]) -> list[Record]:
+        try:
+            return self._encode(records) if records else []
+        except NothingUsable:
+            return []
+        except UsageError as error:
+            for record in records:
+                try:
+                    self._encode([record])
+                except NothingUsable:
+                    continue
+                except UsageError as own:
+                    place = place_of(record, self._name)
+                    raise (own if place in str(own) else UsageError(f"{place}: {own}")) from error
+            raise
+
+
+def _is_doubtful(record: Record, room: int) -> bool:
+    """Whether the columns have more than ``room`` bytes, and so perhaps tokens; or the prompt is empty, or two
+    answers are equal.
+    """
+    texts = map(str, record.values())
+    size = sum(len(text) if text.isascii() else 4 * len(text) for text in texts)
+    return size > room or not str(record["prompt"]).strip() or record.get("chosen", 0) == record.get("rejected", 1)
+
+
+def _n_tokens(record: Record) -> int:
+    return sum(len(ids) for name, ids in record.items() if name.endswith("_ids"))
+
+
+def _numbers_of(found: list[Record], block: dict[int, Record]) -> Iterator[int]:
+    """Yields the numbers of the records that are left of a block. Equal ones are left, or left out, together."""
+    left = iter(found)
+    one = next(left, None)
+    for number, record in block.items():
+        if one is not None and all(one.get(name) == value for name, value in record.items()):
+            yield number
+            one = next(left, None)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from datamodules.language.dataset_files import as_written, is_table, open_dataset, parse_split, unreadable
-from datamodules.language.jsonl_files import read_jsonl
+from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl, unreadable
 from datamodules.language.notices import notice
 from datamodules.language.records import NothingUsable
 from datamodules.language.tasks.base import Record
@@ -38,9 +37,6 @@ class RecordStream:
         seed: of the order.
         name: of the source, for messages.
         per_row: records that ``encode`` makes of a row.
-
-    Raises:
-        UsageError: the source is empty, or a whole pass has no record that can be used.
     """
 
     def __init__(
@@ -94,20 +90,13 @@ class RecordStream:
                 return usable, [records[i] for i in torch.randperm(len(records), generator=generator).tolist()]
             if self.length is not None and (usable + 1 - number) * self._size >= self.length:
                 raise UsageError(f"{self._name}: none of its {self.length} records can be used ({reason})")
-            self._note_unusable(usable, reason)
+            # At the first, tenth, hundredth … unusable block, because an endless source may have no usable one.
+            self._unusable += 1
+            if str(self._unusable).strip("0") == "1":
+                what = f"{self._unusable} blocks" if self._unusable > 1 else f"block {usable}"
+                notice(f"{self._name}: {what}, of streaming_buffer={self._size} records each, passed over: none can be "
+                       f"used ({reason})")  # fmt: skip
             usable += 1
-
-    def _note_unusable(self, number: int, reason: str) -> None:
-        """Prints a message at the first, tenth, hundredth … unusable block, because an endless source may have no
-        usable one.
-        """
-        self._unusable += 1
-        if self._unusable == 1:
-            notice(f"{self._name}: block {number}, of streaming_buffer={self._size} records, has none that can be used "
-                   f"({reason}) and is passed over")  # fmt: skip
-        elif str(self._unusable).strip("0") == "1":
-            notice(f"{self._name}: {self._unusable} blocks, of streaming_buffer={self._size} records each, have been "
-                   f"passed over, because none of their records can be used (the last: {reason})")  # fmt: skip
 
     def _from(self, row: int) -> Iterator[tuple[str, Record]]:
         """The endless stream from a row on."""
@@ -135,16 +124,8 @@ class RecordStream:
 
 
 def open_stream(path: str | None, dataset: Any, dataset_config: str | None, split: str | None) -> Rows:
-    """Returns a function that reads the rows of one source from a given row on, without loading all of it.
-
-    Args:
-        path: JSONL, parquet, arrow or csv file.
-        dataset: hub name, directory or file; a ``datasets`` object, an ``IterableDataset`` among them.
-        dataset_config: the hub dataset's configuration.
-        split: the dataset's split; parts of one can't be streamed.
-
-    Raises:
-        UsageError: a part of a split, or a source that can't be opened.
+    """A function that reads the rows of one source from a given row on, without loading all of it; see
+    :func:`load_records` for the arguments.
     """
     if path is not None and not (Path(path).is_file() and is_table(Path(path))):
         return lambda start: islice(read_jsonl(path), start, None)
@@ -163,7 +144,7 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
 
 
 def _rest(table: Any, start: int) -> Any:
-    """Returns a table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
+    """A table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
     import datasets
 
     return () if isinstance(table, datasets.Dataset) and start >= len(table) else table.skip(start)

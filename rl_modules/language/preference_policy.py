@@ -70,7 +70,7 @@ class PreferencePolicy(PolicyWithReference):
         """Refuses pairs from which a policy can't learn.
 
         Args:
-            pairs: :class:`~datamodules.language.pairs.Pairs`.
+            pairs: :class:`~datamodules.language.sequences.Pairs`.
             name: of the data, for the message.
 
         Raises:

@@ -205,7 +205,7 @@ def prepared(module):
 
 
 def step_of(module, prompts, chosen, rejected, packing, **more):
-    from datamodules.language.pairs import Pairs
+    from datamodules.language.sequences import Pairs
 
     b = len(prompts)
     batch = {

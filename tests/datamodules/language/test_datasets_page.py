@@ -29,10 +29,11 @@ REFUSED = {
     "a conversation without an answer": ("language modeling, conversational", [
         "'messages' has roles user,", "'messages' has roles assistant, user,", "'messages' has roles system, user,"]),
     "no pair": ("preference, conversational", [
-        "one of chosen and rejected is text, the other a list", "'chosen' has 2 messages after the 0 that both",
+        "'chosen' is a str and 'rejected' a list", "'chosen' has 2 messages after the 0 that both",
         "'rejected' .*user"]),
     "no judgement": ("unpaired preference, conversational", [
-        "label='good' must be true or false", "where completion and label", "'completion' has .*messages"]),
+        "'label' is 'good', where true or false should be", "'completion' and 'label', or 'chosen'",
+        "'completion' has .*messages"]),
 }  # fmt: skip
 KINDS = {
     "language modeling": InstructionDataModule, "prompt-only": PromptDataModule,

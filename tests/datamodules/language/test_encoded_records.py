@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language import base
-from datamodules.language.encoded_records import EncodedRecords
+from datamodules.language.sources import EncodedRecords
 from rl_modules import DPO, GRPO, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -86,9 +86,9 @@ def test_batches_are_those_of_loaded_records(kind, form, tmp_path, monkeypatch):
     ("number", "broken", "sentence"),
     [
         (1_402, '{"prompt": "1+', r"rows\.jsonl:1403: not valid JSON"),
-        (1_402, '{"prompt": "1+1="}', r"rows\.jsonl:1403: there is no 'completion'"),
+        (1_402, '{"prompt": "1+1="}', r"rows\.jsonl:1403: 'completion' is missing"),
         (1_402, json.dumps({**row(1), "prompt": "1" * 70}), r"rows\.jsonl:1403: .* longer than 6\d tokens"),
-        (1_402, json.dumps({**row(1), "prompt": ""}), r"rows\.jsonl:1403: .*empty prompt"),
+        (1_402, json.dumps({**row(1), "prompt": ""}), r"rows\.jsonl:1403: .*'prompt' is empty"),
     ],
 )
 def test_a_bad_row_is_found_at_the_start(number, broken, sentence, tmp_path, monkeypatch):

@@ -10,10 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
-from datamodules.language.conversations import as_conversation
 from datamodules.language.encoding import TextEncoder
-from datamodules.language.judgements import as_judgement, mismatched
-from datamodules.language.preference_forms import as_preference
+from datamodules.language.preference import mismatched
+from datamodules.language.records import as_conversation, as_judgement, as_preference
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -384,6 +383,6 @@ def test_a_conversation_may_repeat_its_first_message_as_prompt():
 @pytest.mark.parametrize("value", ["high", 1.5, True])
 def test_a_probability_is_a_number(value):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "probability": value}
-    with pytest.raises(UsageError, match=r"here: probability=.* must be a number in \[0, 1\]"):
+    with pytest.raises(UsageError, match=r"here: 'probability' is .*, where a number in \[0, 1\]"):
         as_preference(row, "here")
     assert as_preference({**row, "probability": None}, "here")["chosen"] == "b"

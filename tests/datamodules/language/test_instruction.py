@@ -30,7 +30,7 @@ def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokeniz
     policy = SimpleNamespace(tokenizer=tokenizer, max_length=max_length, can_pack=True)
     data.trainer = SimpleNamespace(
         lightning_module=policy, accumulate_grad_batches=micro, global_rank=rank, world_size=ranks,
-        state=SimpleNamespace(fn=stage)
+        state=SimpleNamespace(fn=stage), strategy=SimpleNamespace(root_device="cpu")
     )  # fmt: skip
     data.setup(stage)
     return data
@@ -126,8 +126,8 @@ def test_a_step_is_the_same_however_it_is_cut(packing):
 def test_every_record_comes_once_per_pass_and_in_another_order_next_time(group_by_length):
     data = attached(InstructionDataModule("addition", n_train=60, batch_size=10, group_by_length=group_by_length))
     assert len(data.train_dataloader()) == 6
-    first = [tuple(sorted(data._sequences_of(i).tolist())) for i in range(6)]
-    second = [tuple(sorted(data._sequences_of(i).tolist())) for i in range(6, 12)]
+    first = [tuple(sorted(data.rows_of_step(i).tolist())) for i in range(6)]
+    second = [tuple(sorted(data.rows_of_step(i).tolist())) for i in range(6, 12)]
     assert sorted(i for step in first for i in step) == sorted(i for step in second for i in step) == list(range(60))
     assert set(first) != set(second)
 
@@ -155,10 +155,15 @@ def test_same_seed_same_steps_other_seed_others():
     assert make(1) == make(1) != make(2)
 
 
+def state(position, **change):
+    layout = {"trainer.accumulate_grad_batches": 2, "data.batch_size": 10, **change}
+    return {"ranks": [{"position": position, "layout": layout}]}
+
+
 def test_loader_goes_on_where_the_state_says():
     def loaded(position):
         data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
-        data.load_state_dict({"position": position, "micro_batches": 2, "batch_size": 10, "ranks": 1})
+        data.load_state_dict(state(position))
         return data
 
     data = loaded(0)
@@ -168,7 +173,7 @@ def test_loader_goes_on_where_the_state_says():
         data = loaded(position)
         batch = next(iter(data.train_dataloader()))
         assert batch["tokens"].tolist() == stream[position]
-        assert data.state_dict()["position"] == position + 1
+        assert data.state_dict() == state(position + 1)
 
 
 def test_dropout_seeds_differ_between_micro_batches_and_ranks():
@@ -276,12 +281,16 @@ def test_a_turn_ends_with_any_token_that_ends_completions(tmp_path, stops, strea
 @pytest.mark.parametrize(
     ("lines", "arguments", "message"),
     [
-        ([{"prompt": "a"}], {}, r"a\.jsonl:1: there is no 'completion', only prompt"),
+        ([{"prompt": "a"}], {}, r"a\.jsonl:1: 'completion' is missing, there is only prompt"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], {}, r"a\.jsonl:2: .*null"),
-        ([{"question": "a", "completion": "b"}], {}, r"a\.jsonl:1: there is no 'prompt'"),
+        ([{"question": "a", "completion": "b"}], {}, r"a\.jsonl:1: 'prompt' is missing"),
         ([{"prompt": "a", "completion": [1]}], {}, r"a\.jsonl:1: 'completion' is list \[1\], where text should be"),
-        ([{"prompt": "", "completion": "b"}], {}, r"a\.jsonl:1: record 0 has an empty prompt, where a text should be"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}], {}, r"a\.jsonl:2: .* empty prompt"),
+        ([{"prompt": "", "completion": "b"}], {}, r"a\.jsonl:1: 'prompt' is empty, where a text should be"),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}],
+            {},
+            r"a\.jsonl:2: 'prompt' is",
+        ),
         ([{"text": "a b"}, {"text": ""}], {}, r"a\.jsonl:2: 'text' is '', where a text to learn should be; leave"),
         ([{"text": " \n"}], {}, r"a\.jsonl:1: 'text' is ' \\n'"),
         ([{"text": None}], {}, r"a\.jsonl:1: 'text' is None"),
@@ -298,11 +307,11 @@ def test_records_that_cannot_be_used(tmp_path, lines, arguments, message):
         attached(InstructionDataModule(path=jsonl(tmp_path / "a.jsonl", lines), **arguments))
 
 
-def test_overlong_records_are_dropped_with_a_count(tmp_path, capsys):
+def test_overlong_records_are_dropped_with_a_count(tmp_path, caplog):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (3, 80, 100_000)])
     data = attached(InstructionDataModule(path=path, overlong="drop"))
     assert len(data.train_records) == 1
-    assert "2 of 3 records left out" in capsys.readouterr().out
+    assert "2 of 3 records left out" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -337,15 +346,20 @@ def test_a_schedule_of_accumulation_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"micro_batches": 4}, "accumulate_grad_batches=2 differs from the checkpoint's 4"),
-        ({"batch_size": 8}, "batch_size=10 differs from the checkpoint's 8"),
-        ({"ranks": 2}, "devices=1 differs from the checkpoint's 2"),
+        ({"trainer.accumulate_grad_batches": 4}, "accumulate_grad_batches=2 differs from the checkpoint's 4"),
+        ({"data.batch_size": 8}, "batch_size=10 differs from the checkpoint's 8"),
     ],
 )
 def test_a_checkpoint_of_another_cut_is_refused(change, message):
     data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
     with pytest.raises(UsageError, match=message):
-        data.load_state_dict({"position": 4, "micro_batches": 2, "batch_size": 10, "ranks": 1, **change})
+        data.load_state_dict(state(4, **change))
+
+
+def test_a_checkpoint_of_more_ranks_is_refused():
+    data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
+    with pytest.raises(UsageError, match="written by 2 ranks, this run has 1"):
+        data.load_state_dict({"ranks": state(4)["ranks"] * 2})
 
 
 @pytest.mark.parametrize(("records", "ranks", "size"), [(30, 8, 64), (7, 2, 1), (51, 2, 16), (65, 4, 16), (9, 8, 2)])

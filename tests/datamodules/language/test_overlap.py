@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from datamodules.language.ahead import WrittenAhead
-from datamodules.language.early_rewards import EarlyRewards
-from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sampling import Completions, NativeSampler
@@ -91,7 +90,8 @@ def test_the_completion_that_failed_is_shown(capsys: pytest.CaptureFixture[str])
 
     records = [{"prompt": "a"}, {"prompt": "b"}]
     early = EarlyRewards(RewardFunctions([reward]), Tokenizer(), records, 2)
-    early.on_written([[4], [5], [6], [7]], [True] * 4)
+    for row in range(4):
+        early.on_ended(row, [4 + row])
     rewards = early.result([records[0]] * 2 + [records[1]] * 2, [f"text {i}" for i in (4, 5, 6, 7)])
     assert rewards[:3, 0].tolist() == [1.0] * 3 and bool(rewards[3, 0].isnan())
     assert "on 1 of 4 completions, such as 'text 7'" in capsys.readouterr().out
@@ -158,7 +158,11 @@ def test_rounds_come_in_order_and_survive_a_restart_once_each() -> None:
     while len(asked) < 3:
         time.sleep(0.01)
     state = queue.state_dict()
-    assert [(saved["first"], saved["written"] is not None) for saved in state] == [(4, True), (8, False), (12, False)]
+    assert [(saved["first"], saved["written"] is not None) for saved in state["rounds"]] == [
+        (4, True),
+        (8, False),
+        (12, False),
+    ]
     gate.set()
     again: list[int] = []
     other = WrittenAhead(lambda first: again.append(first) or written(first))  # type: ignore[func-returns-value]
@@ -168,8 +172,8 @@ def test_rounds_come_in_order_and_survive_a_restart_once_each() -> None:
     assert [first for first, _ in taken] == [4, 8, 12]
     assert [int(completions.tokens[0, 0]) for _, completions in taken] == [4, 8, 12]
     assert again == [8, 12]  # the finished round was kept
-    queue.clear()
-    other.clear()
+    queue.stop()
+    other.stop()
 
 
 def test_rows_are_replaced_in_place() -> None:
@@ -404,7 +408,7 @@ def test_rewards_are_computed_while_the_last_generation_trains() -> None:
     data = addition(async_generations=1)
 
     def waits(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        is_first = prompts[0] in [data.record(place)["prompt"] for place in range(4)]
+        is_first = prompts[0] in [record["prompt"] for record in data.records(range(4))]
         asked.append(is_first or trained.wait(30))
         return [sum(map(ord, text)) % 5 / 4 for text in completions]
 
@@ -438,7 +442,7 @@ def test_an_exception_ends_the_calls_that_wait(when: str) -> None:
 
     def waits(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         # Training begins with the rewards of the first generation.
-        if when == "writing" or prompts[0] not in [data.record(place)["prompt"] for place in range(4)]:
+        if when == "writing" or prompts[0] not in [record["prompt"] for record in data.records(range(4))]:
             threads.append(threading.current_thread())
             assert ended.wait(30)
         return [0.0] * len(completions)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from datamodules import PreferenceDataModule
-from datamodules.language.pairs import Pairs
-from datamodules.language.preference_forms import as_preference, end_of_prompt
+from datamodules.language.records import as_preference, end_of_prompt
+from datamodules.language.sequences import Pairs
 from rl_modules import DPO, KTO, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -34,7 +34,8 @@ def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokeniz
     data.trainer = SimpleNamespace(
         lightning_module=SimpleNamespace(tokenizer=tokenizer, max_length=max_length, can_pack=False),
         accumulate_grad_batches=micro,
-        global_rank=rank, world_size=ranks, state=SimpleNamespace(fn=stage)
+        global_rank=rank, world_size=ranks, state=SimpleNamespace(fn=stage),
+        strategy=SimpleNamespace(root_device="cpu")
     )  # fmt: skip
     data.setup(stage)
     return data
@@ -215,7 +216,9 @@ def test_a_schedule_of_accumulation_is_refused(algorithm):
 
 def test_a_checkpoint_of_other_steps_is_refused(jsonl):
     path = jsonl(PAIRS)
-    state = attached(PreferenceDataModule(path=path, batch_size=2)).state_dict()
+    data = attached(PreferenceDataModule(path=path, batch_size=2))
+    next(iter(data.train_dataloader()))
+    state = data.state_dict()
     with pytest.raises(UsageError, match=r"data.batch_size=4 differs from the checkpoint's 2"):
         attached(PreferenceDataModule(path=path, batch_size=4)).load_state_dict(state)
     with pytest.raises(UsageError, match=r"accumulate_grad_batches=2 differs from the checkpoint's 1"):
@@ -390,13 +393,13 @@ PARTING = {
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (AB, "there is no 'rejected', only prompt, chosen"),
+        (AB, "'rejected' is missing, there is only prompt, chosen"),
         ({**AB, "rejected": None}, "'rejected' is null"),
         ({**AB, "rejected": {"x": 1}}, "'rejected' is dict"),
-        ({**ABC, "margin": "large"}, "margin='large' is not a number"),
+        ({**ABC, "margin": "large"}, "'margin' is 'large', where a number"),
         ({**ABC, "margin": math.nan}, "JSON that can't be read \\(NaN"),
-        ({**ABC, "margin": True}, "margin=True is not a number"),
-        ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
+        ({**ABC, "margin": True}, "'margin' is True, where a number"),
+        ({**ABC, "chosen": [say("assistant", "b")]}, "'chosen' is a (list|str) and 'rejected' a (list|str)"),
         (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
         ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
         (
@@ -424,19 +427,19 @@ def test_pairs_whose_answers_are_equal_are_left_out_or_refused(jsonl):
     equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
     data = attached(PreferenceDataModule(path=jsonl([equal, PAIRS[0], equal])))
     assert [record["prompt"] for record in data.train_records] == [PAIRS[0]["prompt"]]
-    with pytest.raises(UsageError, match="all 2 pairs have chosen equal to rejected"):
+    with pytest.raises(UsageError, match="2 of 2 pairs left out, they have chosen equal to rejected"):
         attached(PreferenceDataModule(path=jsonl([equal, equal])))
 
 
 def test_pairs_that_are_too_long_are_refused_or_left_out(jsonl):
     path = jsonl([PAIRS[0], {"prompt": "a" * 30, "chosen": "b", "rejected": "c" * 40}])
-    with pytest.raises(UsageError, match=r"pair 1 has 71 tokens, 64 are allowed"):
+    with pytest.raises(UsageError, match=r"1 of 2 pairs are longer than 64 tokens \(record 1 has 71 tokens\)"):
         attached(PreferenceDataModule(path=path))
     assert len(attached(PreferenceDataModule(path=path, overlong="drop")).train_records) == 1
     assert len(attached(PreferenceDataModule(path=path), max_length=71).train_records) == 2
-    with pytest.raises(UsageError, match=r"pair 1 has 71 tokens, 40 are allowed"):
+    with pytest.raises(UsageError, match=r"1 of 2 pairs are longer than 40 tokens"):
         attached(PreferenceDataModule(path=path, max_length=40))
-    with pytest.raises(UsageError, match="all 2 pairs are longer than 3 tokens"):
+    with pytest.raises(UsageError, match="2 of 2 pairs are longer than 3 tokens"):
         attached(PreferenceDataModule(path=path, max_length=3, overlong="drop"))
     with pytest.raises(UsageError, match="max_length=100 is more than the 64 tokens"):
         attached(PreferenceDataModule(path=path, max_length=100))

@@ -18,6 +18,7 @@ import torch
 from datamodules import PromptDataModule
 from datamodules.language import mathematics
 from datamodules.language.coroutines import RunEnded
+from datamodules.language.reward_arguments import TrainerState
 from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,
@@ -29,7 +30,6 @@ from datamodules.language.rewards import (
     think_answer_format,
 )
 from datamodules.language.tasks import make_task
-from datamodules.language.trainer_state import TrainerState
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer

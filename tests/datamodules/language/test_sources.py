@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from datamodules.language.sources import check_prompt_lengths, load_records
+from datamodules.language.sources import fitting, load_records
 from datamodules.language.streaming import open_stream
 from rl_modules.common.errors import UsageError
 
@@ -54,12 +54,12 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
         (b'{"prompt": ' + b"9" * 5000 + b"}", "data.jsonl:2: JSON that can't be read"),
         (
             b'{"promt": "a", "answer": "b"}',
-            "data.jsonl:2: there is no 'prompt', only promt, answer; did you mean promt",
+            "data.jsonl:2: 'prompt' is missing, there is only promt, answer; did you mean promt",
         ),
         (b'{"prompt": null}', "data.jsonl:2: 'prompt' is null"),
         (
             b'{"conversations": [{"from": "human", "value": "a"}]}',
-            "data.jsonl:2: messages have from and value, ShareGPT",
+            "data.jsonl:2: 'messages' have from and value, ShareGPT",
         ),
         (b'{"messages": [{"from": "human", "value": "a"}]}', "ShareGPT's format, where role .* and content should be"),
         (b'{"prompt": 3}', "data.jsonl:2: 'prompt' is int 3, where text or a list of messages"),
@@ -152,7 +152,7 @@ def test_required_columns(tmp_path):
     path = jsonl(
         tmp_path, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5}, {"prompt": "p", "chosen": "c"}
     )
-    with pytest.raises(UsageError, match=r"data.jsonl:2: there is no 'rejected', only prompt, chosen"):
+    with pytest.raises(UsageError, match=r"data.jsonl:2: 'rejected' is missing, there is only prompt, chosen"):
         load_records(path=path, required=("prompt", "chosen", "rejected"))
 
 
@@ -215,7 +215,7 @@ def test_a_path_may_be_a_table(tmp_path, name):
     else:
         table.to_parquet(place)
     assert load_records(path=place) == rows
-    with pytest.raises(UsageError, match=rf"{name}, row 0: there is no 'completion'"):
+    with pytest.raises(UsageError, match=rf"{name}, row 0: 'completion' is missing"):
         load_records(path=place, required=("prompt", "completion"))
 
 
@@ -296,7 +296,7 @@ def test_text_in_a_table_that_is_not_utf8(tmp_path):
 
 
 def test_an_answer_without_the_mark(tmp_path):
-    with pytest.raises(UsageError, match="data.jsonl:1: the answer has no '####'"):
+    with pytest.raises(UsageError, match="data.jsonl:1: 'answer' has no '####'"):
         load_records(path=jsonl(tmp_path, {"prompt": "a", "answer": "4"}), answer_after="####")
 
 
@@ -315,15 +315,13 @@ def test_enormous_prompts_are_loaded_and_then_judged_by_their_tokens(tmp_path, c
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b" * 100_000}, {"prompt": "c"})
     lengths = [len(r["prompt"]) for r in load_records(path=path)]
     assert lengths == [1, 100_000, 1]
-    with pytest.raises(UsageError, match=r"here: 1 of 3 prompts are longer than 512 tokens \(record 1 has 100000\)"):
-        check_prompt_lengths(lengths, 512, "here")
+    with pytest.raises(UsageError, match=r"here: 1 of 3 prompts .* than 512 tokens \(record 1 has 100000 tokens\)"):
+        fitting(lengths, 512, "here")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        assert check_prompt_lengths(lengths, 512, "here", "drop") == [0, 2]
-        assert check_prompt_lengths([1, 2], 512, "here", "drop") == [0, 1]
+        assert fitting(lengths, 512, "here", "drop") == [0, 2]
+        assert fitting([1, 2], 512, "here", "drop") == [0, 1]
     assert [m for m in caplog.messages if "left out" in m] == [
-        "here: 1 of 3 records left out, their prompts are longer than 512 tokens"
+        "here: 1 of 3 prompts left out, they are longer than 512 tokens"
     ]
     with pytest.raises(UsageError, match="2 of 2"):
-        check_prompt_lengths([600, 700], 512, "here", "drop")
-    with pytest.raises(UsageError, match="overlong='cut'"):
-        check_prompt_lengths([1], 512, "here", "cut")
+        fitting([600, 700], 512, "here", "drop")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
+from datamodules.language.sequences import Pairs
 from rl_modules import DPO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import dpo_loss
@@ -398,10 +398,10 @@ def test_refuses_arguments_by_name(arguments, message):
 
 def test_refuses_what_it_cannot_learn_from(make_trainer, data, tmp_path):
     judged = write(tmp_path / "judged.jsonl", [{"prompt": "1+1=", "completion": "2", "label": True}])
-    with pytest.raises(UsageError, match=r"judged.jsonl:1: 'completion' and 'label' are a judgement .* DPO needs"):
+    with pytest.raises(UsageError, match=r"judged.jsonl:1: 'label' with 'completion' is a judgement .* DPO needs"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=judged))
     empty = write(tmp_path / "empty.jsonl", [*PAIRS, *({**row, "prompt": ""} for row in PAIRS)])
-    with pytest.raises(UsageError, match=rf"a prompt is empty \(.*empty.jsonl:{len(PAIRS) + 1}\); write one"):
+    with pytest.raises(UsageError, match=rf"empty.jsonl:{len(PAIRS) + 1}: 'prompt' is empty, .*; write one"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=empty))
 
 

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from datamodules.language.judgements import as_judgement
 from datamodules.language.preference import PreferenceDataModule
+from datamodules.language.records import as_judgement
 from rl_modules import KTO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import kto_loss
@@ -212,8 +212,8 @@ def test_refuses_arguments_by_name(arguments, message):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"prompt": "a", "completion": "b"}, "line 1: has 'prompt', 'completion', where completion and label"),
-    ({"prompt": "a", "completion": "b", "label": "good"}, "line 1: label='good' must be true or false"),
+    ({"prompt": "a", "completion": "b"}, "line 1: 'completion' and 'label', or .* the columns 'prompt', 'completion'"),
+    ({"prompt": "a", "completion": "b", "label": "good"}, "line 1: 'label' is 'good', where true or false"),
     ({"prompt": "a", "completion": [{"role": "user", "content": "b"}] * 2, "label": 1}, "of user, user, where"),
     ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "of user, where exactly one"),
 ])  # fmt: skip
@@ -224,7 +224,7 @@ def test_refuses_records_by_place(row, message):
 
 def test_an_empty_prompt_is_named_by_its_line(make_trainer, data, tmp_path):
     path = write(tmp_path / "empty.jsonl", [*JUDGEMENTS, {**JUDGEMENTS[0], "prompt": ""}])
-    with pytest.raises(UsageError, match=rf"a prompt is empty \(.*empty.jsonl:{len(JUDGEMENTS) + 1}\)"):
+    with pytest.raises(UsageError, match=rf"empty.jsonl:{len(JUDGEMENTS) + 1}: 'prompt' is empty"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=path))
 
 
@@ -247,7 +247,7 @@ def test_a_csv_file_writes_its_labels_as_texts(cell, label):
 
 def test_overlong_answers_are_refused_or_left_out(make_trainer, data, tmp_path):
     path = write(tmp_path / "long.jsonl", [*JUDGEMENTS, {"prompt": "1+1=", "completion": "2" * 40, "label": False}])
-    with pytest.raises(UsageError, match=r"answer \d+ has 45 tokens, 20 are allowed"):
+    with pytest.raises(UsageError, match=r"answers are longer than 20 tokens \(record \d+ has 45 tokens\)"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=path, max_length=20))
     judgements = data(path=path, max_length=20, overlong="drop")
     make_trainer(max_steps=1).fit(model(), datamodule=judgements)

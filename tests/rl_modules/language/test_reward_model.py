@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
+from datamodules.language.sequences import Pairs
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.pairs import pair_scores

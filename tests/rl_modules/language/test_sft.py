@@ -327,7 +327,7 @@ def test_evaluation_reports_loss_of_held_out_demonstrations_and_pass_at_1(make_t
     trainer = make_trainer(max_steps=2)
     trainer.fit(model, data)
     metrics = {name: float(value) for name, value in trainer.validate(model, data, verbose=False)[0].items()}
-    sequences = data._as_sequences(data.eval_records)
+    sequences = data.table(data.eval_records)
     with torch.no_grad():
         batch = sequences.batch(torch.arange(8), 0)
         logits = model.model(input_ids=batch["tokens"]).logits.flatten(0, 1)[batch["counted"] - 1]

@@ -149,6 +149,5 @@ def test_lists_of_parts_go_to_their_samples():
     ids = [[5, 6], [7], [8, 9, 10], [11]]
     scores = rewards(records, ["x"] * 4, ids)
     assert scores[:, 0].tolist() == [11, 7, 27, 11]
-    spread = rewards.take_token_rewards(scores, [2, 1, 3, 1])
+    spread = rewards.token_rewards(scores, [2, 1, 3, 1])
     assert spread[..., 0].tolist() == [[5, 6, 0], [7, 0, 0], [8, 9, 10], [11, 0, 0]]
-    assert rewards.take_token_rewards(scores, [2, 1, 3, 1]) is None
