@@ -19,7 +19,7 @@ import yaml
 from recipes import configs, r1, rlhf
 from recipes.cli import main
 from recipes.cli.classes import PACKAGES
-from recipes.cli.information import COMMANDS, OTHERS
+from recipes.cli.information import ALONE_COMMANDS, COMMANDS
 from recipes.cli.options import GROUPS, arguments_of, of_group
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def is_the_readers(words):
 
 def check_rl(words, capsys, default=None):
     command, rest = words[0], words[1:]
-    assert command in (*COMMANDS, *OTHERS, "--version", "--help"), command
+    assert command in (*COMMANDS, *ALONE_COMMANDS, "--version", "--help"), command
     if "--help" in rest or "-h" in rest or command in ("list", "doctor", "completion", "--version", "--help"):
         main([command, *rest])
         assert capsys.readouterr().out

@@ -1,18 +1,18 @@
 """Dispatches the words after ``rl`` to a command, and turns errors and signals into a sentence and an exit code."""
 
 import errno
-import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli import config_files, information
-from recipes.cli.information import COMMAND_HELP, COMMANDS, HELP, OTHERS
-from recipes.cli.options import CLASS_OPTIONS, refuse_keys
-from recipes.cli.terminal import add_working_directory, quiet, show
+from recipes.cli.information import ALONE_COMMANDS, COMMANDS, HELP, parser_of, short_help
+from recipes.cli.options import CLASS_OPTIONS, options_in, refuse_keys
+from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
 
@@ -28,7 +28,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     except Stopped as stopped:
-        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+        if is_first_rank():
             print(f"{stopped}; resume with\n  {_resume_command(args, default_config, stopped)}", file=sys.stderr)
         raise SystemExit(128 + stopped.signum) from None
     except KeyboardInterrupt:
@@ -55,137 +55,106 @@ def _resume_command(args: list[str], default_config: str | None, stopped: Stoppe
     """Returns the command line that resumes the stopped run, by the number of its folder where it is not the newest."""
     if args[0] == "sweep":
         return shlex.join(["rl", *args])  # a sweep always resumes where it stopped
-    command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
-    for i, arg in enumerate(rest):
-        if arg == "--ckpt_path" or arg.startswith("--ckpt_path="):
-            del rest[i : i + (2 if arg == "--ckpt_path" else 1)]
-            break
-    given = any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in rest)
+    options = [(name, words) for name, _, words in options_in(args[1:]) if name not in ("--resume", "--ckpt_path")]
+    rest = [word for _, words in options for word in words]
+    given = any(name in ("-c", "--config") for name, _ in options)
     default = ["--config", default_config] if default_config is not None and not given else []
     if not stopped.is_found_again:
-        return shlex.join(["rl", command, *default, *rest, "--ckpt_path", str(stopped.checkpoint)])
+        return shlex.join(["rl", args[0], *default, *rest, "--ckpt_path", str(stopped.checkpoint)])
     named = [] if stopped.number is None else ["--trainer.logger.version", str(stopped.number)]
-    return shlex.join(["rl", command, *default, *rest, *named, "--resume"])
+    return shlex.join(["rl", args[0], *default, *rest, *named, "--resume"])
 
 
 def _dispatch(args: list[str], default_config: str | None) -> None:
     command, rest = (args[0], args[1:]) if args else ("--help", [])
+    known = (*COMMANDS, *ALONE_COMMANDS)
     if command in ("--help", "-h", "help"):
         show(HELP)
-    elif command in COMMAND_HELP and {"-h", "--help"} & set(rest):
-        show(COMMAND_HELP[command])
-    elif command == "list":
-        show(information.listing(rest))
     elif command in ("--version", "-V", "version"):
-        show(information.version(rest))
-    elif command == "doctor":
-        show(information.doctor(rest))
-    elif command == "completion":
-        show(information.completion(rest))
-    elif command == "copy":
-        if len(rest) != 2:
-            raise UsageError(
-                f"copy takes a config and a target, as in `rl copy ppo/cartpole.yaml mine.yaml`; got {rest}"
-            )
-        print(f"copied to {configs.copy(*rest)}")
-    elif command == "export":
-        _export(rest)
-    elif command == "serve":
-        from recipes.cli.serve import serve
-
-        serve(rest)
+        if rest:
+            raise UsageError(f"--version takes no further words; got {' '.join(rest)}")
+        show(information.version())
+    elif command in ALONE_COMMANDS and {"-h", "--help"} & set(rest):
+        show(parser_of(command).format_help())
     elif command == "sweep":
-        _sweep(rest)
-    elif command in ("replay", "verify"):
-        _recompute(command, rest)
+        add_working_directory()
+        from recipes.cli.sweep import sweep_command
+
+        quiet()
+        sweep_command(rest)
+    elif command in ALONE_COMMANDS:
+        _run_alone(command, parser_of(command).parse_args(rest))
     elif command in COMMANDS:
-        _run(command, _with_configs_found(rest, default_config))
+        _run(command, _in_order(rest, default_config))
     elif command.startswith("-"):
         raise UsageError(f"{command!r} comes before the command; write it after one, as in `rl fit {command} …`")
     else:
-        known = (*COMMANDS, *OTHERS)
         raise UsageError(f"unknown command {command!r}; the commands are {', '.join(known)}"
                          f"{did_you_mean(command, known)}")  # fmt: skip
 
 
-def _announce(command: str, args: list[str]) -> None:
-    """Prints what is about to start: the libraries take seconds to import."""
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
-        what = " ".join(configs.short_name(arg) for arg in args[:4])
-        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
+def _run_alone(command: str, given: Any) -> None:
+    """Runs a command that starts no run; what it needs is imported only now."""
+    if command == "list":
+        show(information.listing(given.word))
+    elif command == "doctor":
+        show(information.doctor())
+    elif command == "completion":
+        show(information.completion(given.shell))
+    elif command == "copy":
+        print(f"copied to {configs.copy(given.name, given.target)}")
+    elif command == "serve":
+        from recipes.cli.serve import serve
+
+        serve(given)
+    elif command == "export":
+        add_working_directory()
+        from recipes.language import export
+
+        quiet()
+        folder = export(given.ckpt_path, given.output, given.model)
+        print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+    elif command == "replay":
+        add_working_directory()
+        from recipes.cli.recomputation import replay_command
+
+        quiet()
+        replay_command(given)
+    else:
+        add_working_directory()
+        from recipes.cli.verify import verify
+
+        quiet()
+        verdict = verify(given.run, given.start)
+        print(verdict)
+        if not verdict.is_same:
+            raise SystemExit(1)
 
 
-def _export(args: list[str]) -> None:
-    given: dict[str, str] = {}
-    pending = iter(args)
-    for arg in pending:
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name not in ("ckpt_path", "output", "model"):
-            raise UsageError(f"export takes --ckpt_path PATH, --output FOLDER and perhaps --model CLASS; got {arg!r}")
-        given[name] = value if equals else next(pending, "")
-    add_working_directory()
-    from recipes.language import export
+def _in_order(args: list[str], default_config: str | None) -> list[str]:
+    """Replaces every ``--config NAME`` by the path of its file, which is checked, and orders the options.
 
-    quiet()
-    folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
-    print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
-
-
-def _sweep(args: list[str]) -> None:
-    add_working_directory()
-    from recipes.cli.sweep import sweep_command
-
-    quiet()
-    sweep_command(args)
-
-
-def _recompute(command: str, args: list[str]) -> None:
-    add_working_directory()
-    from recipes.cli.recomputation import replay_command, verify_command
-
-    quiet()
-    (replay_command if command == "replay" else verify_command)(args)
-
-
-def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
-    """Replaces every ``--config NAME`` by the path of its file, which is checked.
-
-    Configs come first, in their order: the parser takes the last of two values, and an option overrides every file.
+    Configs come first, because the parser takes the last of two values, and an option overrides every file; then
+    options that name a class, because the parser knows no arguments of a class that comes later.
     """
-    named: list[str] = []
-    options: list[str] = []
-    pending = iter(args)
-    for arg in pending:
-        name, equals, value = arg.partition("=")
+    configs_named: list[str] = []
+    classes: list[str] = []
+    others: list[str] = []
+    for name, value, words in options_in(args):
         if name in ("--config", "-c"):
-            value = value if equals else next(pending, "")
             if not value:
                 raise UsageError("--config needs a file or the name of an installed config, as in --config "
                                  "ppo/cartpole.yaml")  # fmt: skip
             path = configs.find(value)
             refuse_keys(path, config_files.check(path))
-            named += ["--config", str(path)]
+            configs_named += ["--config", str(path)]
         else:
-            options.append(arg)
-    if default_config is not None and not named:
-        named = ["--config", str(configs.find(default_config))]
-    config_files.check_order([Path(path) for path in named[1::2]])
-    return [*named, *_with_classes_first(options)]
-
-
-def _with_classes_first(options: list[str]) -> list[str]:
-    """Puts the options that name a class first: the parser knows no arguments of a class that comes later."""
-    classes: list[str] = []
-    others: list[str] = []
-    pending = iter(options)
-    for option in pending:
-        name, equals, value = option.partition("=")
-        words = [option]
-        if name in CLASS_OPTIONS and not equals and (value := next(pending, "")):
-            words.append(value)
-        names_class = name in CLASS_OPTIONS and bool(value) and not value.startswith(("-", "{"))
-        (classes if names_class else others).extend(words)
-    return [*classes, *others]
+            names_class = name in CLASS_OPTIONS and bool(value) and not value.startswith(("-", "{"))
+            (classes if names_class else others).extend(words)
+    if default_config is not None and not configs_named:
+        configs_named = ["--config", str(configs.find(default_config))]
+    config_files.check_order([Path(path) for path in configs_named[1::2]])
+    return [*configs_named, *classes, *others]
 
 
 def _run(command: str, args: list[str]) -> None:
@@ -193,12 +162,13 @@ def _run(command: str, args: list[str]) -> None:
     wants_help = bool({"-h", "--help"} & set(args))
     if wants_help and "all" not in args:
         from recipes.cli.classes import chosen_classes
-        from recipes.cli.information import short_help
 
         show(short_help(command, chosen) if (chosen := chosen_classes(args)) else HELP)
         return
-    if not wants_help and not any(arg.startswith("--print_config") for arg in args):
-        _announce(command, args)
+    if not wants_help and not any(arg.startswith("--print_config") for arg in args) and is_first_rank():
+        # The libraries take seconds to import.
+        what = " ".join(configs.short_name(arg) for arg in args[:4])
+        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
     from recipes.cli.lightning_cli import RLCLI
 
     quiet()  # after the import, which sets the loggers' levels itself

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
-from recipes.cli.options import COMMON
+from recipes.cli.options import COMMON, Parser
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
-#: Commands that start no run.
-OTHERS = ("sweep", "export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
 
 HELP = """\
 usage: rl <command> [options]
@@ -65,65 +63,60 @@ Every algorithm but RecurrentA2C, DPO, KTO and RLOO also has a short Python prog
 command it is rl with a default config (dpo, kto and rloo too): python -m recipes.ppo fit --model.gamma 0.9
 """
 
-#: Help of the commands that start no run; ``replay`` and ``verify`` have parsers of their own.
-COMMAND_HELP = {
-    "export": """\
-usage: rl export --ckpt_path PATH --output FOLDER [--model CLASS]
+_RUN = {"type": Path, "help": "folder of the run, for example logs/PPO-CartPole-v1/version_0"}
+#: What the commands that start no run do, and their arguments.
+ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "export": ("Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.", {
+        "--ckpt_path": {"required": True, "metavar": "PATH",
+                        "help": "a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt"},
+        "--output": {"required": True, "metavar": "FOLDER", "help": "the directory to write"},
+        "--model": {"metavar": "CLASS", "help": "import path of the algorithm, if it is not part of rl_modules"},
+    }),
+    "serve": ("Generates completions for runs with --model.sampler vllm_server. The run sends the model and its "
+              "weights. The server answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a "
+              "new one, which it writes to a file.", {
+        "--engine": {"choices": ("vllm", "native"), "default": "vllm", "help": "the engine that generates"},
+        "--host": {"default": "127.0.0.1", "help": "the address to listen on; default: 127.0.0.1"},
+        "--port": {"type": int, "default": 8000, "help": "the port to listen on; 0: any free port; default: 8000"},
+        "--token_file": {"metavar": "FILE", "help": "where to write the token, for this user alone to read; default: "
+                         "~/.cache/lightning-rl-recipes/serve-PORT.token"},
+        "--gpu_memory_utilization": {"type": float, "default": 0.9, "metavar": "SHARE",
+                                     "help": "vllm: share of the GPU's memory to use; default: 0.9"},
+        "--max_rows_in_flight": {"type": int, "metavar": "N",
+                                 "help": "maximum number of completions decoded together; default: no limit"},
+    }),
+    "sweep": ("Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. Options of rl fit hold for "
+              "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
+              "once share the trials.", {
+        "file": {"help": "names a config and ranges of its arguments"},
+        "--n_trials": {"help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
+    }),
+    "list": ("Lists the installed configs with their one-line descriptions.", {
+        "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),
+    "copy": ("Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.", {
+        "name": {"help": "of the config"}, "target": {"help": "a file, or a folder that exists"}}),
+    "doctor": ("Prints versions, the device, and for each missing extra the command that installs it.", {}),
+    "completion": ("Prints a completion script: eval \"$(rl completion bash)\".", {
+        "shell": {"choices": ("bash", "zsh"), "help": "for which"}}),
+    "replay": ("Rebuilds the batch, the loss and the gradient's norm of one update, from the nearest checkpoint before "
+               "it.", {
+        "run": _RUN, "--step": {"type": int, "required": True, "help": "number of the update, from 1"},
+        "--output": {"type": Path, "help": "file to write; default: update-<step>.pt"},
+        "--interactive": {"action": "store_true", "help": "open a Python console with the update and the model"},
+    }),
+    "verify": ("Recomputes a run from one checkpoint to its last and compares bit for bit.", {
+        "run": _RUN, "--from": {"dest": "start", "help": "checkpoint to start from, for example step-100; start: the "
+                                "run's beginning; default: the checkpoint before the last"}}),
+}  # fmt: skip
 
-Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.
 
-options:
-  --ckpt_path PATH   a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt
-  --output FOLDER    the directory to write
-  --model CLASS      import path of the algorithm, if it is not part of rl_modules
-""",
-    "serve": """\
-usage: rl serve [--engine vllm|native] [--host HOST] [--port PORT] [--token_file FILE]
-                [--gpu_memory_utilization SHARE] [--max_rows_in_flight N]
-
-Generates completions for runs with --model.sampler vllm_server. The run sends the model and its weights. The server
-answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a new one, which it writes to a file.
-
-options:
-  --engine vllm|native            the engine that generates; default: vllm
-  --host HOST                     the address to listen on; default: 127.0.0.1
-  --port PORT                     the port to listen on; 0: any free port; default: 8000
-  --token_file FILE               where to write the token, for this user alone to read; default:
-                                  ~/.cache/lightning-rl-recipes/serve-PORT.token
-  --gpu_memory_utilization SHARE  vllm: share of the GPU's memory to use; default: 0.9
-  --max_rows_in_flight N          maximum number of completions decoded together; default: no limit
-""",
-    "sweep": """\
-usage: rl sweep FILE [--n_trials N] [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]
-
-Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. FILE names a config and ranges of its
-arguments; other options hold for all trials. A trial trains in one process. The same command resumes a stopped sweep,
-and several at once share the trials.
-
-options:
-  --n_trials N   number of trials, also to extend a finished sweep; default: the file's, or 50
-""",
-    "list": """\
-usage: rl list [WORD]
-
-Lists the installed configs with their one-line descriptions; with WORD, those whose name or description contains it.
-""",
-    "copy": """\
-usage: rl copy NAME FILE
-
-Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.
-""",
-    "doctor": """\
-usage: rl doctor
-
-Prints versions, the device, and for each missing extra the command that installs it.
-""",
-    "completion": """\
-usage: rl completion bash|zsh
-
-Prints a completion script: eval "$(rl completion bash)".
-""",
-}
+def parser_of(command: str) -> Parser:
+    """Returns the parser of a command that starts no run."""
+    says, arguments = ALONE_COMMANDS[command]
+    parser = Parser(f"rl {command}", says)
+    for name, settings in arguments.items():
+        parser.add_argument(name, **settings)
+    return parser
 
 
 #: Lines of the whole text, and characters of a line.
@@ -219,32 +212,26 @@ OPTIONAL = {
 }
 
 
-def listing(words: list[str]) -> str:
-    """Every installed config with its one-line description; with a word, those that hold it."""
-    if len(words) > 1:
-        raise UsageError(f"list takes at most one word, as in `rl list cartpole`; got {' '.join(words)}")
+def listing(word: str | None) -> str:
+    """Returns every installed config with its one-line description; with a word, those that hold it."""
     rows = {name: configs.describe(name) for name in (*configs.names(), *configs.sweeps())}
-    if words:
-        rows = {name: text for name, text in rows.items() if words[0].lower() in f"{name} {text}".lower()}
+    if word is not None:
+        rows = {name: text for name, text in rows.items() if word.lower() in f"{name} {text}".lower()}
         if not rows:
-            raise UsageError(f"no installed config has {words[0]!r} in its name or description; `rl list` shows all")
+            raise UsageError(f"no installed config has {word!r} in its name or description; `rl list` shows all")
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
 
 
-def version(words: list[str]) -> str:
-    """Name and version of the project, and of what it runs on."""
-    if words:
-        raise UsageError(f"--version takes no further words; got {' '.join(words)}")
+def version() -> str:
+    """Returns the project's name and version."""
     return f"lightning-rl-recipes {_of_checkout() or _version('lightning-rl-recipes') or 'unknown'}"
 
 
-def doctor(words: list[str]) -> str:
-    """Versions, device and extras; for every extra that is missing the command that installs it."""
-    if words:
-        raise UsageError(f"doctor takes no further words; got {' '.join(words)}")
+def doctor() -> str:
+    """Returns versions, device and extras; for every extra that is missing the command that installs it."""
     lines = [
-        version([]),
+        version(),
         f"{'installed in':14}{Path(__file__).resolve().parents[2]}",
         f"{'Python':14}{platform.python_version()} ({sys.executable})",
         *(f"{name:14}{_version(name) or 'missing: pip install ' + name}" for name in NEEDED),
@@ -289,8 +276,6 @@ def _cores() -> str:
     return f"{usable}; a run of a small network uses one (--threads N for more)"
 
 
-SHELLS = ("bash", "zsh")
-
 _BASH = """\
 _rl() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
@@ -312,18 +297,15 @@ complete -o default -F _rl rl
 """
 
 
-def completion(words: list[str]) -> str:
+def completion(shell: str) -> str:
     """Returns the completion script of a shell."""
-    if len(words) != 1 or words[0] not in SHELLS:
-        raise UsageError(f"completion takes the name of a shell, bash or zsh, as in `eval \"$(rl completion bash)\"`; "
-                         f"got {' '.join(map(repr, words)) or 'none'}")  # fmt: skip
     import datamodules
     import rl_modules
 
     text = _BASH.format(
-        commands=" ".join([*COMMANDS, *OTHERS]),
+        commands=" ".join([*COMMANDS, *ALONE_COMMANDS]),
         models=" ".join(rl_modules.__all__),
         datamodules=" ".join(name for name in datamodules.__all__ if name.endswith("DataModule")),
         options=" ".join(COMMON),
     )
-    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if words[0] == "zsh" else text
+    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:
             near = did_you_mean(unknown[0].lstrip("-").partition("=")[0], self.names())
-            raise UsageError(f"{self.prog}: unknown option {unknown[0]}{near}")
+            raise UsageError(f"{self.prog}: unknown option {unknown[0]!r}{near}")
         return given
 
     def error(self, message: str) -> NoReturn:

@@ -71,7 +71,7 @@ def add_working_directory() -> None:
     sys.path[:] = [path for path in sys.path if path not in ("", str(folder))]
     sys.path.append(str(folder))
     hidden = [name for name in PACKAGES if any((folder / name).glob("*.py")) or (folder / f"{name}.py").is_file()]
-    if hidden and int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+    if hidden and is_first_rank():
         print(f"note: {', '.join(str(folder / name) for name in hidden)} can't be imported: this project has "
               f"{'packages' if len(hidden) > 1 else 'a package'} of that name; rename yours to use its classes",
               file=sys.stderr)  # fmt: skip
@@ -91,3 +91,8 @@ def place_in_users_code(error: BaseException | None) -> str | None:
                 return f"{file}:{frame.lineno}: {type(error).__name__}: {' '.join(str(error).split())}"
         error = error.__cause__ or error.__context__
     return None
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first rank, before there is a Trainer."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0

@@ -361,7 +361,7 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
             ["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Odd"],
             "can't act in .*Sequence",
         ),
-        (["copy", "ppo/cartpole.yaml"], "copy takes a config and a target"),
+        (["copy", "ppo/cartpole.yaml"], "rl copy: the following arguments are required: target"),
         (["copy", "ppo/nothing.yaml", "x.yaml"], "neither a file nor an installed config"),
     ],
 )

@@ -9,31 +9,33 @@ from typing import Any
 
 import pytest
 
-from recipes.cli.serve import parse
+from recipes.cli.information import parser_of
+from recipes.cli.serve import serve
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.remote import ServerSampler
 from tests.rl_modules.language.sampler_cases import settings, tiny_model
 
 
 def test_options() -> None:
-    assert parse(["--engine", "native", "--port=0"])["port"] == 0
-    assert parse([])["host"] == "127.0.0.1"
-    assert parse(["--max_rows_in_flight=8"])["max_rows_in_flight"] == 8
+    parser = parser_of("serve")
+    assert parser.parse_args(["--engine", "native", "--port=0"]).port == 0
+    assert parser.parse_args([]).host == "127.0.0.1"
+    assert parser.parse_args(["--max_rows_in_flight=8"]).max_rows_in_flight == 8
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (["--prot", "1"], "did you mean port"),
-        (["--port", "x"], "--port='x' must be a number"),
+        (["--port", "x"], "--port: invalid int value: 'x'"),
         (["--port", "70000"], "--port=70000 must be in 0 to 65535"),
-        (["--engine=sglang"], "--engine='sglang' must be vllm or native"),
-        (["port"], "got 'port'"),
+        (["--engine=sglang"], "--engine: invalid choice: 'sglang'"),
+        (["port"], "unknown option 'port'"),
     ],
 )
 def test_refused_options(args: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        parse(args)
+        serve(parser_of("serve").parse_args(args))
 
 
 @pytest.mark.slow

@@ -13,9 +13,8 @@ import pytest
 import recipes.callbacks.progress as lines
 from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.cli import information, main
+from recipes.cli import main
 from rl_modules.common import extras
-from rl_modules.common.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 
@@ -179,8 +178,8 @@ def test_completion_is_a_script_that_bash_takes(rl, tmp_path):
                                     'COMP_WORDS=(rl do); COMP_CWORD=1; _rl; echo "${COMPREPLY[@]}"\n')  # fmt: skip
     done = subprocess.run(["bash", "rl.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["ppo/cartpole.yaml", "doctor"]
-    with pytest.raises(UsageError, match="bash or zsh"):
-        information.completion(["fish"])
+    code, _, err = rl("completion", "fish")
+    assert code == 1 and "'fish'" in err and "bash" in err and "zsh" in err
 
 
 @pytest.mark.slow
