@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jsonargparse
 import lightning as L
 import torch
 import yaml
@@ -26,6 +25,8 @@ from rl_modules.core.settings import Setting
 #: Package and base class of what each group names.
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
+#: Keys of the first level of a config that only ``fit`` reads.
+OF_FIT = ("checkpoint", "record_every", "resume")
 #: Base class of what an argument of a run's classes names.
 NAMED: dict[str, type] = {
     "logger": Logger, "callbacks": L.Callback, "optimizer": torch.optim.Optimizer,
@@ -83,45 +84,6 @@ def _subclasses(cls: type) -> Iterator[type]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
-
-
-def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
-    """Returns a command line in which short names of this project's classes are written in full if an imported user
-    module has a class of the same name (``my_ppo.PPO``), because the parser could not choose between them. Copies of
-    the configs that change are written into ``folder``.
-    """
-    shared = {group: _shared_names(group) for group in PACKAGES}
-    found: list[str] = []
-    for name, value, words in options_in(args):
-        group = name[2:].partition(".")[0]
-        if name == "--config" and any(shared.values()):
-            words = [name, _config_with_full_names(Path(value), shared, folder / f"{len(found)}_full.yaml")]
-        elif name in CLASS_OPTIONS and value in shared[group]:
-            words = [name, f"{PACKAGES[group].__name__}.{value}"]
-        found += words
-    return found
-
-
-def _shared_names(group: str) -> set[str]:
-    """Short names that a class of this project and an imported one of the user's have."""
-    package = PACKAGES[group]
-    others = {cls.__name__ for cls in _subclasses(BASES[group]) if cls.__module__.split(".")[0] != package.__name__}
-    return others & set(package.__all__)
-
-
-def _config_with_full_names(path: Path, shared: dict[str, set[str]], copy: Path) -> str:
-    config = yaml.safe_load(path.read_text("utf-8"))
-    changed = False
-    for group, names in shared.items():
-        node = config.get(group)
-        short = node.get("class_path") if isinstance(node, dict) else node
-        if short in names:
-            full, changed = f"{PACKAGES[group].__name__}.{short}", True
-            config[group] = {**node, "class_path": full} if isinstance(node, dict) else full
-    if not changed:
-        return str(path)
-    copy.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "utf-8")
-    return str(copy)
 
 
 # ---------------------------------------------------------------- their arguments
@@ -243,24 +205,57 @@ def which_class(what: str, checkpoint: str | None = None) -> str:
     return f"no {what} is given; name one with --config (`rl list` shows the installed ones) or --{what} CLASS"
 
 
-# ---------------------------------------------------------------- whole numbers
+# ---------------------------------------------------------------- what the parser reads
 
 
-def accept_whole_floats(args: Sequence[str], classes: Iterable[type]) -> list[str]:
-    """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints. Returns
-    the words, with such numbers written out.
+class _Dumper(yaml.SafeDumper):
+    """Writes every text in quotes: the parser reads more of them as numbers than PyYAML."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
+def prepared(args: Sequence[str], command: str, classes: Iterable[type], folder: Path) -> list[str]:
+    """Returns a command line as the parser takes it. Copies of the configs that change are written into ``folder``.
+
+    Short names of this project's classes are written in full, because a user's class may have the same one. ``1e6``
+    becomes an int for an argument that is one. Evaluations do without the keys that only ``fit`` reads: a run records
+    its whole config, and evaluations of it take that file.
     """
-    makers = [
-        vars(base)["__init__"] for cls in [*classes, L.Trainer] for base in cls.__mro__ if "__init__" in vars(base)
-    ]
-    names = {p.name for make in makers for p in inspect.signature(make).parameters.values() if _is_whole(p.annotation)}
-    jsonargparse.set_loader("yaml", lambda text: _converted(yaml_load(text), names), (yaml.YAMLError,))
+    makers = {vars(base).get("__init__", object) for cls in [*classes, L.Trainer] for base in cls.__mro__} - {object}
+    whole = {p.name for make in makers for p in inspect.signature(make).parameters.values() if _is_whole(p.annotation)}
     found: list[str] = []
-    for option, value, words in options_in(args):
-        if value and option.startswith("--") and option.rpartition(".")[2].lstrip("-") in names:
-            words = [f"{option}={_written_out(value)}"]
+    for name, value, words in options_in(args):
+        if name == "--config":
+            config = yaml_load(Path(value).read_text("utf-8"))
+            changed = _as_parsed(config, command, whole)
+            if changed != config or repr(changed) != repr(config):
+                copy = folder / f"{len(found)}_{Path(value).name}"
+                copy.write_text(yaml.dump(changed, Dumper=_Dumper, sort_keys=False, allow_unicode=True), "utf-8")
+                words = [name, str(copy)]
+        elif name in CLASS_OPTIONS:
+            full = _full_name(name[2:].partition(".")[0], value)
+            words = [name, full] if full != value else words
+        elif value and name.startswith("--") and name.rpartition(".")[2].lstrip("-") in whole:
+            words = [f"{name}={_written_out(value)}"]
         found += words
     return found
+
+
+def _as_parsed(config: dict[str, Any], command: str, whole: set[str]) -> dict[str, Any]:
+    found = {key: node for key, node in config.items() if command == "fit" or key not in OF_FIT}
+    for group in PACKAGES.keys() & found.keys():
+        node = found[group]
+        if isinstance(node, dict) and "class_path" in node:
+            found[group] = {**node, "class_path": _full_name(group, node["class_path"])}
+        else:
+            found[group] = _full_name(group, node)
+    return _converted(found, whole)
+
+
+def _full_name(group: str, name: Any) -> Any:
+    package = PACKAGES[group]
+    return f"{package.__name__}.{name}" if isinstance(name, str) and name in package.__all__ else name
 
 
 def _is_whole(annotation: Any) -> bool:

@@ -8,8 +8,6 @@ import yaml
 
 from rl_modules.common.errors import UsageError
 
-#: Keys of the first level that only ``fit`` reads.
-OF_FIT = ("checkpoint", "record_every", "resume")
 #: Names of kinds of values in messages.
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value", yaml.MappingNode: "a mapping"}
 
@@ -46,44 +44,6 @@ def _place_of_class(path: Path, group: str) -> str | None:
     if not isinstance(node, yaml.MappingNode):
         return None if node is None else "class"
     return "class" if "class_path" in {key.value for key, _ in node.value} else "arguments"
-
-
-def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
-    """Returns a command line whose config files have no keys that only ``fit`` reads.
-
-    A training run records its whole config (``config.yaml`` in its folder), and evaluations of it take that file.
-    """
-    found: list[str] = []
-    pending = iter(args)
-    for arg in pending:
-        name, equals, value = arg.partition("=")
-        if name != "--config":
-            found.append(arg)
-            continue
-        path = Path(value if equals else next(pending))
-        text = _without(path, OF_FIT)
-        if text is not None:
-            path = folder / f"{len(found)}_{path.name}"
-            path.write_text(text, encoding="utf-8")
-        found += ["--config", str(path)]
-    return found
-
-
-def _without(path: Path, keys: Sequence[str]) -> str | None:
-    """Returns the text of a YAML mapping without keys of its first level; None where it has none of them."""
-    root = _tree(path)
-    pairs = root.value
-    if not any(key.value in keys for key, _ in pairs):
-        return None
-    if root.flow_style:  # all in braces, perhaps on one line
-        kept = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return yaml.safe_dump({key: value for key, value in kept.items() if key not in keys})
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    ends = [*(key.start_mark.line for key, _ in pairs[1:]), len(lines)]
-    for (key, _), end in reversed(list(zip(pairs, ends, strict=True))):
-        if key.value in keys:
-            del lines[key.start_mark.line : end]
-    return "".join(lines)
 
 
 def _tree(path: Path) -> Any:

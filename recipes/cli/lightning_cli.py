@@ -19,10 +19,11 @@ from datamodules.base import ControlDataModule
 from recipes import callbacks, language, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
 from recipes.callbacks.recorder import record_episodes
 from recipes.callbacks.signals import Stopped, end_at_sigterm
-from recipes.cli import config_files, runs, trainer_settings
-from recipes.cli.classes import accept_whole_floats, chosen_classes, refuse_given, which_class, with_full_names
+from recipes.cli import runs, trainer_settings
+from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
 from recipes.cli.terminal import place_in_users_code
 from recipes.run import Run, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
@@ -62,11 +63,8 @@ class RLCLI(LightningCLI):
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
         self._folder = tempfile.TemporaryDirectory()
-        if command != "fit":
-            args = config_files.for_evaluation(args, Path(self._folder.name))
         self.chosen = chosen_classes(args)
-        args = with_full_names(args, Path(self._folder.name))
-        args = accept_whole_floats(args, self.chosen.values())
+        args = prepared(args, command, self.chosen.values(), Path(self._folder.name))
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
         self.arguments = args
@@ -152,10 +150,9 @@ class RLCLI(LightningCLI):
             raise UsageError(f"threads={config['threads']} must be at least 1")
         torch.set_num_threads(config["threads"])
         _gather_init_args(config["model"])
-        trainer_settings.check(config["trainer"])
         runs.set_folder(config)
-        if self.command == "fit" and not config["trainer"].get("fast_dev_run"):
-            trainer_settings.require_writable(config["trainer"])
+        writes = self.command == "fit" and not config["trainer"].get("fast_dev_run")
+        trainer_settings.check(config["trainer"], writes)
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments, self._hold)
 
     def _hold(self, folder: Path) -> None:
@@ -233,14 +230,15 @@ class RLCLI(LightningCLI):
         if self.command == "fit":
             record_every = self._get(self.config, "record_every")
             callbacks += trainer_settings.settings_for_fit(config, record_every, self.datamodule)
-        else:
-            trainer_settings.settings_for_evaluation(config)
+        else:  # the result is printed or written to a file
+            config["logger"], config["enable_progress_bar"] = False, bool(shows)
         if self.records and not self._controls:
             raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
                              "`rl predict` writes its completions to a file")  # fmt: skip
         if self.command == "predict" and not self.records:
             output = self._get(self.config, "output")
-            callbacks.append(trainer_settings.prediction_writer(output, self._controls))
+            callbacks.append(EpisodeWriter(output or "episodes.csv") if self._controls else
+                             CompletionWriter(output or "completions.csv"))  # fmt: skip
             if not self._controls and config.get("devices") == "auto":
                 config["devices"] = 1
         if writes_nothing := config.get("enable_checkpointing") is False:
@@ -250,8 +248,11 @@ class RLCLI(LightningCLI):
         if self.command == "predict" and not self._controls and trainer.world_size > 1:
             raise UsageError(f"trainer.devices={config['devices']}: predict writes the rows of one process, and each "
                              f"of {trainer.world_size} has other records; leave it out, or give 1")  # fmt: skip
-        if writes_nothing:
-            trainer_settings.stop_writing(trainer)
+        for callback in trainer.checkpoint_callbacks if writes_nothing else []:
+            if not isinstance(callback, Checkpoints):
+                raise UsageError("trainer.enable_checkpointing=false contradicts the callback "
+                                 f"{type(callback).__name__}; leave one of them out")  # fmt: skip
+            callback.writes = False
         if self.command != "fit":  # `Checkpoints` does so in a run
             end_at_sigterm(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():

@@ -11,8 +11,6 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ProgressBar
 
 from datamodules.base import ControlDataModule
-from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
 from recipes.callbacks.recorder import EpisodeRecorder
 from recipes.run import bar_of
 from rl_modules.common.errors import UsageError
@@ -43,35 +41,8 @@ def settings_for_fit(trainer: Any, record_every: int, data: Any) -> list:
     return callbacks
 
 
-def settings_for_evaluation(trainer: Any) -> None:
-    """Turns off loggers, and the progress bar unless it is requested: the result is printed or written to a file."""
-    trainer["logger"] = False
-    if trainer.get("enable_progress_bar") is None:
-        trainer["enable_progress_bar"] = False
-
-
-def stop_writing(trainer: Any) -> None:
-    """Makes the run write no checkpoint."""
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, Checkpoints):
-            raise UsageError(f"trainer.enable_checkpointing=false contradicts the callback {type(callback).__name__}; "
-                             "leave one of them out")  # fmt: skip
-        callback.writes = False
-
-
-def prediction_writer(output: str | None, is_control: bool) -> Any:
-    """Returns the callback that writes the episodes, or a language model's completions, to a file."""
-    if is_control:
-        return EpisodeWriter(output or "episodes.csv")
-    return CompletionWriter(output or "completions.csv")
-
-
-def check(trainer: Any) -> None:
-    """Refuses values of the Trainer's arguments that Lightning would answer with a traceback, or not at all."""
-    if not hasattr(trainer, "get"):
-        raise UsageError(
-            f"trainer={trainer!r} must be a mapping of the Trainer's arguments, such as {{max_steps: 100}}"
-        )
+def check(trainer: Any, writes: bool) -> None:
+    """Refuses arguments of a Trainer, which ``writes``, that Lightning would answer with a traceback, or not at all."""
     for name, setting in NUMBERS.items():
         if trainer.get(name) is not None:
             setting.of_kind(type(setting.default)).checked(f"trainer.{name}", trainer[name])
@@ -91,29 +62,16 @@ def check(trainer: Any) -> None:
     if (trainer.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
         raise UsageError(f"trainer.num_nodes={trainer['num_nodes']} would wait for other machines, which nothing has "
                          "started; start the command on each by torchrun or SLURM")  # fmt: skip
-    root = trainer.get("default_root_dir")
-    logger = trainer.get("logger")
-    folders = [root, getattr(getattr(logger, "init_args", None), "save_dir", None)]
-    for folder in folders:
-        parts = [] if folder is None else [Path(folder), *Path(folder).parents]
-        if blocked := next((part for part in parts if part.is_file()), None):
-            raise UsageError(f"the logs would go into the folder {folder}, but {blocked} is a file; give another with "
-                             "--trainer.default_root_dir")  # fmt: skip
-
-
-def require_writable(trainer: Any) -> None:
-    """Refuses folders of a training run in which nothing can be written: it would end in a traceback."""
     given = trainer.get("logger")
     loggers = given if isinstance(given, list) else [given]
     saves = [getattr(getattr(logger, "init_args", None), "save_dir", None) for logger in loggers]
     for folder in (trainer.get("default_root_dir"), *saves):
-        if folder is None or "://" in str(folder):  # a store elsewhere
-            continue
-        parts = [Path(folder), *Path(folder).parents]
-        there = next((part for part in parts if part.is_dir()), None)
-        if there is not None and not os.access(there, os.W_OK):
-            raise UsageError(f"the logs would go into the folder {folder}, but {there.resolve()} can't be written; "
-                             "give another with --trainer.default_root_dir")  # fmt: skip
+        parts = [] if folder is None or "://" in str(folder) else [Path(folder), *Path(folder).parents]
+        there = next((part for part in parts if part.exists()), None)
+        if there is not None and (there.is_file() or (writes and not os.access(there, os.W_OK))):
+            why = f"{there} is a file" if there.is_file() else f"{there.resolve()} can't be written"
+            raise UsageError(f"the logs would go into the folder {folder}, but {why}; give another with "
+                             "--trainer.default_root_dir")  # fmt: skip
 
 
 def sentence(error: BaseException, trainer: Any) -> str:

@@ -10,11 +10,13 @@ import gymnasium as gym
 import pytest
 import torch
 import yaml
+from jsonargparse._loaders_dumpers import yaml_load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules import RolloutDataModule
 from recipes import configs
-from recipes.cli import config_files, main
+from recipes.cli import main
+from recipes.cli.classes import prepared
 from recipes.summary import evaluate_policy
 from rl_modules import PPO
 from tests.training import fit
@@ -234,19 +236,19 @@ def test_a_printed_config_is_a_config(rl, capsys):
     assert code == 1 and "weights_only=False would run whatever code a checkpoint holds" in err
 
 
-def test_keys_of_fit_are_left_out_for_an_evaluation_and_the_rest_stays_as_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewritten").mkdir()
-    block = "# first\nmodel: PPO\ncheckpoint:\n  keep_all: true\n\nresume: true\ndata:\n  init_args: {seed: 1e-3}\n"
-    for text, expected in (
-        (block, "# first\nmodel: PPO\ndata:\n  init_args: {seed: 1e-3}\n"),
-        ("{model: PPO, record_every: 5}", "model: PPO\n"),
-        ("model: PPO\n", "model: PPO\n"),
-    ):
-        Path("a.yaml").write_text(text, encoding="utf-8")
-        found = config_files.for_evaluation(["--config=a.yaml", "--model.gamma", "1"], tmp_path / "rewritten")
-        assert Path(found[1]).read_text("utf-8") == expected
-        assert found[2:] == ["--model.gamma", "1"]
+def test_an_evaluation_reads_a_config_without_the_keys_of_fit_and_texts_stay_texts(tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        "model: PPO\ncheckpoint: {keep_all: true}\nresume: true\ndata:\n  class_path: RolloutDataModule\n  init_args: "
+        "{n_steps: 1e3, norm_gamma: 1e-1, env_kwargs: {number: 1e-3, text: '1e-3', word: 'no'}}\n"
+    )
+    words = ["--config", str(config), "--model.gamma", "1", "--data.n_envs=2e0"]
+    found = prepared(words, "test", [PPO, RolloutDataModule], tmp_path)
+    assert found[2:] == ["--model.gamma", "1", "--data.n_envs=2"]
+    arguments = {"n_steps": 1000, "norm_gamma": 0.1, "env_kwargs": {"number": 1e-3, "text": "1e-3", "word": "no"}}
+    data = {"class_path": "datamodules.RolloutDataModule", "init_args": arguments}
+    assert repr(yaml_load(Path(found[1]).read_text())) == repr({"model": "rl_modules.PPO", "data": data})
+    assert "keep_all" in Path(prepared(words, "fit", [PPO], tmp_path)[1]).read_text()
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
