@@ -117,7 +117,7 @@ def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], 
             if name:
                 raise UsageError(f"{place} is given without a class; name the class with --{group} CLASS or --config")
             example = "PPO" if group == "model" else "RolloutDataModule"
-            raise UsageError(f"{group}={value!r} must be a class, such as {example}, by name or as class_path")
+            raise UsageError(f"{group}={value!r} must be a class, such as {example}, as in --{group} {example}")
         elif name and name not in ("class_path", "init_args", "dict_kwargs"):
             cls = {"trainer": L.Trainer, "checkpoint": Checkpoints, **chosen}[group]
             if name not in arguments_of(cls) or (group == "checkpoint" and command != "fit"):
