@@ -3,10 +3,8 @@
 Rewards are those of all ranks, one row per prompt. A NaN marks a completion without a score; its advantage is 0.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,32 +42,9 @@ ADVANTAGES: dict[str, GroupScores] = {
 #: Functions whose baseline is that of the group, which a group of one completion lacks.
 IN_GROUPS = (grpo, dr_grpo, rloo)
 
-#: Whether import paths are those of a checkpoint that is being loaded.
-_loads_checkpoint: ContextVar[bool] = ContextVar("loads_checkpoint", default=False)
-
-
-@contextmanager
-def imported_at_use() -> Iterator[None]:
-    """Makes :func:`load_advantages` import paths only at the function's first call, in a training step.
-
-    A checkpoint is untrusted data, so loading it must not import modules that it names.
-    """
-    token = _loads_checkpoint.set(True)
-    try:
-        yield
-    finally:
-        _loads_checkpoint.reset(token)
-
 
 def path_of(given: str | GroupScores | None) -> str | None:
-    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged.
-
-    Args:
-        given: the argument ``advantages``.
-
-    Raises:
-        UsageError: the function has no import path, or the argument is neither a function nor a text.
-    """
+    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged."""
     if given is None or isinstance(given, str):
         return given
     path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
@@ -79,22 +54,30 @@ def path_of(given: str | GroupScores | None) -> str | None:
     return path
 
 
-def load_advantages(name: str) -> GroupScores:
-    """Loads an advantage function by name or import path.
+def load_advantages(name: str, at_use: bool = False) -> GroupScores:
+    """Returns one of :data:`ADVANTAGES`, or imports ``package.module:function``.
 
-    Args:
-        name: one of :data:`ADVANTAGES`, ``package.module:function`` or ``package.module.function``.
-
-    Raises:
-        UsageError: an unknown name, or a path without a function.
+    With ``at_use`` a path is imported at the first call, in a training step: a checkpoint is untrusted data, so loading
+    it must not import modules that it names.
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    return partial(_call, name) if _loads_checkpoint.get() else _imported(name)
+    return (lambda rewards: _imported(name)(rewards)) if at_use else _imported(name)
 
 
-def _call(name: str, rewards: Tensor) -> Tensor:
-    return _imported(name)(rewards)
+def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
+    """Returns what a function, of which ``given`` is the argument, makes of rewards [P, G]."""
+    try:
+        scores = function(rewards)
+    except Exception as error:
+        raise UsageError(f"advantages={given!r} raised {type(error).__name__}: {error}; it must take rewards [P, G] as "
+                         "a tensor") from error  # fmt: skip
+    if not isinstance(scores, Tensor):
+        raise UsageError(f"advantages={given!r} returned a {type(scores).__name__}; it must return a tensor [P, G]")
+    if scores.shape != rewards.shape:
+        raise UsageError(f"the function of advantages returned shape {tuple(scores.shape)} for rewards of shape "
+                         f"{tuple(rewards.shape)}; it must return one advantage per reward")  # fmt: skip
+    return scores
 
 
 def _imported(name: str) -> GroupScores:
@@ -106,19 +89,7 @@ def _imported(name: str) -> GroupScores:
 
 
 def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
-    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones.
-
-    Args:
-        advantage: A of each completion over all ranks, [B] or [B, L].
-        reward: of the same completions, [B]; NaN: not scored.
-        width: tokens of this rank's longest completion.
-
-    Returns:
-        The advantages, 0 where nothing was scored: a NaN would spread to all weights.
-
-    Raises:
-        UsageError: another shape; an advantage of a scored completion that is not finite.
-    """
+    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones."""
     enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
     if not enough or len(advantage) != len(reward):
         raise UsageError(f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "

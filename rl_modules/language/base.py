@@ -20,6 +20,8 @@ from rl_modules.contract import check_batch
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
 from rl_modules.core.settings import setting
+from rl_modules.language.architecture import make_config, max_length, refuse_loading_arguments, text_config
+from rl_modules.language.export import export_model
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -29,7 +31,6 @@ from rl_modules.language.frozen_weights import (
     require_same_weights,
     source_path,
 )
-from rl_modules.language.generation_defaults import without_ignored
 from rl_modules.language.gguf import directory_of
 from rl_modules.language.learning_rate import check_schedule, make_schedule
 from rl_modules.language.lora import (
@@ -41,20 +42,7 @@ from rl_modules.language.lora import (
 )
 from rl_modules.language.metric_names import monitors
 from rl_modules.language.metrics import LanguageMetrics
-from rl_modules.language.model_objects import (
-    check_model_object,
-    is_name,
-    prepared,
-    tokenizer_name,
-)
-from rl_modules.language.models import (
-    export_model,
-    make_config,
-    make_model,
-    max_length,
-    refuse_loading_arguments,
-    text_config,
-)
+from rl_modules.language.models import check_model_object, is_name, make_model, tokenizer_name, without_ignored
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import check_router_loss
 from rl_modules.language.sampling.decode import transformers_model
@@ -72,7 +60,7 @@ from rl_modules.language.sharding import (
     whole_tensors,
 )
 from rl_modules.language.throughput import Throughput
-from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
 from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]

@@ -1,15 +1,20 @@
-"""Statistics of the rewards and lengths of completions."""
+"""Metrics of generations and minibatches of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
 
+Weighted = tuple[Any, dict[str, Tensor]]
+
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the number of elements that are not NaN, their mean, and their standard deviation (0 for one);
-    scalars.
-    """
+    """The number of elements that are not NaN, their mean, and their standard deviation (0 for one); scalars."""
     counts = ~x.isnan()
     n = counts.sum()
     mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)
@@ -18,12 +23,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
-    """Metrics of the completions' lengths by name.
-
-    Args:
-        length: in tokens, [B].
-        finished: 1 where a completion ended by itself, 0 where it was truncated, [B].
-    """
+    """Metrics of the completions' lengths in tokens, [B]; ``finished`` is 1 where one ended by itself."""
     return {
         "completions/mean_length": length.mean(),
         "completions/min_length": length.min(),
@@ -33,22 +33,29 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
 
 
 def generation_metrics(
-    reward: Tensor, length: Tensor, finished: Tensor, entropy: Tensor, num_generations: int
-) -> dict[str, Tensor]:
-    """Metrics of the completions of all ranks by name.
+    reward: Tensor, earned: Tensor, entropy: Tensor, length: Tensor, finished: Tensor, num_generations: int
+) -> Iterator[Weighted]:
+    """Metrics of GRPO's completions of all ranks, [B] each, with their weights in the curves.
 
-    Args:
-        reward: [B], completions of a prompt adjacent; NaN: not scored.
-        length: in tokens, [B].
-        finished: 1 where a completion ended by itself, 0 where it was truncated, [B].
-        entropy: sum over each completion's tokens in nats, [B].
-        num_generations: completions per prompt.
+    ``reward`` is NaN where nothing was scored, ``earned`` the reward before penalties, and ``entropy`` the sum over a
+    completion's tokens; completions of a prompt are adjacent.
     """
     metrics = {"entropy": entropy.sum() / length.sum(), **length_metrics(length, finished)}
     if num_generations > 1:  # a baseline of another kind takes groups of one, which have no spread
         centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
         metrics["frac_reward_zero_std"] = (centred == 0).all(1).float().mean()
-    return metrics
+    yield 1.0, metrics
+    ended = finished > 0
+    yield (
+        ended.any().float(),
+        {
+            "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
+            "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
+            "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
+        },
+    )
+    n, mean, std = moments(earned)
+    yield (n > 0).float(), {"reward": mean, "reward_std": std}
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
@@ -56,10 +63,6 @@ def quantile(values: Tensor, q: float) -> Tensor:
 
     ``torch.nanquantile``, which this equals, takes 16 million values at most: a micro-batch of 64 completions of 32,000
     tokens on eight ranks has more.
-
-    Args:
-        values: of any shape; NaN elements are ignored.
-        q: in [0, 1].
     """
     ordered = values.flatten().sort().values  # NaN comes last
     rank = (values.isnan().logical_not().sum() - 1).clamp(min=0) * q
@@ -68,32 +71,41 @@ def quantile(values: Tensor, q: float) -> Tensor:
     return low.lerp(high, (rank - below).to(low.dtype))
 
 
-def terminated_lengths(length: Tensor, ended: Tensor) -> dict[str, Tensor]:
-    """Mean, smallest and largest length of the completions that ended by themselves.
-
-    Args:
-        length: in tokens, [B].
-        ended: [B] bool.
-    """
-    return {
-        "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
-        "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
-        "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
-    }
-
-
-def importance_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Returns the ratio that the loss clips, and a mask of the elements that count.
-
-    Args:
-        log_prob: [b, L].
-        old_log_prob: [b, L].
-        mask: which tokens count, [b, L].
-        level: ``importance_sampling_level``.
+def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor], dict]:
+    """Fractions of ratios that GRPO's loss clips on either side.
 
     Returns:
-        ρ and bool, [b, L]; [b, 1] for ``sequence``.
+        The weight of the means, the means, and the extremes over completions, named by how ranks reduce them.
     """
+    mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level
+    weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
+    if module.loss_type == "sapo":
+        return weight, {}, {}
+    ratio, counts = _ratio(log_prob, batch["log_prob"], mask, level)
+    if advantage.ndim == 1:
+        advantage = advantage.unsqueeze(1)
+    elif level == "sequence":
+        advantage = F.masked_mean(advantage, mask, 1).unsqueeze(1)
+    share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
+    if module.loss_type == "cispo":
+        bounded = (counts & (ratio > module.epsilon_high) & (advantage > 0)).sum()
+        return weight, {"cispo_clip_ratio": bounded * share}, {}
+    above = module.epsilon if module.epsilon_high is None else module.epsilon_high
+    low = counts & (ratio < 1 - module.epsilon) & (advantage < 0)
+    high = counts & (ratio > 1 + above) & (advantage > 0)
+    means = {"clip_ratio/low_mean": low.sum() * share, "clip_ratio/high_mean": high.sum() * share}
+    means["clip_ratio/region_mean"] = means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
+    counted, extremes = counts.any(1), dict[str, Tensor]()
+    is_whole = len(mask) == batch["micro_rows"]  # else it also has skipped rows, whose ratios are not clipped
+    for side, clipped in (("low", low), ("high", high)):
+        of_rows = F.masked_mean(clipped.float(), counts, 1)
+        least = torch.where(counted, of_rows, 1.0).min() * is_whole * counted.any()
+        extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
+    return weight, means, extremes
+
+
+def _ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """The ratio that the loss clips, and which of its elements count, [b, L]; [b, 1] for ``sequence``."""
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     if level == "token":
         return log_ratio.exp(), mask
@@ -101,26 +113,3 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level
     if level == "sequence_token":
         return of_sequence.expand(mask.shape), mask
     return of_sequence, torch.ones_like(of_sequence, dtype=torch.bool)
-
-
-def clip_metrics(
-    low: Tensor, high: Tensor, counts: Tensor, share: Tensor, rows_left_out: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the fraction of ratios that are clipped on either side: means, and extremes over completions.
-
-    Args:
-        low: true where the ratio is clipped from below, [b, L] or [b, 1] bool.
-        high: true where it is clipped from above, likewise.
-        counts: true where a ratio counts, likewise.
-        share: 1 / the number of ratios in the whole micro-batch.
-        rows_left_out: the micro-batch also has skipped rows, whose ratios are not clipped.
-    """
-    means = {"clip_ratio/low_mean": low.sum() * share, "clip_ratio/high_mean": high.sum() * share}
-    means["clip_ratio/region_mean"] = means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
-    counted = counts.any(1)
-    extremes: dict[str, Tensor] = {}
-    for side, clipped in (("low", low), ("high", high)):
-        of_rows = F.masked_mean(clipped.float(), counts, 1)
-        least = torch.where(counted, of_rows, 1.0).min() * (not rows_left_out) * counted.any()
-        extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
-    return means, extremes

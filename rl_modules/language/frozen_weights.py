@@ -15,16 +15,7 @@ Sources = dict[str, dict[str, str]]
 
 
 def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -> Sources:
-    """Describes frozen weights by path and digest, which a checkpoint stores instead of them.
-
-    Args:
-        module: with all weights as they were read.
-        arguments: by prefix (``reference.``), the argument that named the weights' directory.
-        given: the arguments' values by name.
-
-    Returns:
-        By prefix ``argument``, ``given`` (its value), ``path`` (absolute, or the hub name) and ``digest``.
-    """
+    """Describes frozen weights by path and digest, which a checkpoint stores instead of them."""
     sources: Sources = {}
     for prefix, argument in arguments.items():
         place = str(given[argument])
@@ -40,13 +31,6 @@ def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -
 def source_path(source: dict[str, str], given: Any) -> str:
     """Returns the path from which frozen weights are read again: the argument's value if it is new, else the recorded
     path.
-
-    Args:
-        source: one of :data:`Sources`.
-        given: the arguments' values by name.
-
-    Raises:
-        UsageError: a directory or file that is no longer there.
     """
     place, argument = source["path"], source["argument"]
     if given[argument] is not None and str(given[argument]) != source["given"]:
@@ -59,26 +43,13 @@ def source_path(source: dict[str, str], given: Any) -> str:
 
 
 def check_sources(module: nn.Module, sources: Sources, given: Any) -> None:
-    """Compares weights that were read again with the digests of those with which the run began.
-
-    Raises:
-        UsageError: they differ; names the directory.
-    """
+    """Compares weights that were read again with the digests of those with which the run began."""
     for prefix, source in sources.items():
         _compare(digest(frozen_parameters(module, prefix)), source, given)
 
 
 def require_same_weights(own: Sources, saved: Sources, given: Any) -> None:
-    """Compares a module's frozen weights with the digests in a checkpoint that lacks the weights.
-
-    Args:
-        own: digests of the weights that the module was built with.
-        saved: the checkpoint's.
-        given: the arguments' values by name.
-
-    Raises:
-        UsageError: they differ; names the directory.
-    """
+    """Compares a module's frozen weights with the digests in a checkpoint that lacks the weights."""
     for prefix, source in saved.items():
         if prefix in own:  # a module without such a part fails where its weights are loaded
             _compare(own[prefix]["digest"], source, given)
@@ -94,12 +65,7 @@ def _compare(found: str, source: dict[str, str], given: Any) -> None:
 
 
 def frozen_parameters(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Parameters of a part that never change, by name.
-
-    Args:
-        module: the whole.
-        prefix: of the names.
-    """
+    """Parameters of a part that never change, by name."""
     return {
         name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)

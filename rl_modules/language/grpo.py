@@ -1,6 +1,5 @@
 """Group relative policy optimization, and the family around it."""
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,28 +7,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
-from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
-from rl_modules.language.completion_metrics import (
-    clip_metrics,
-    generation_metrics,
-    importance_ratio,
-    moments,
-    quantile,
-    terminated_lengths,
-)
+from rl_modules.language.advantages import IN_GROUPS, load_advantages, path_of, require_advantages, scores_by
+from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
 from rl_modules.language.contract import CompletionLearner
-from rl_modules.language.fast.shared_scoring import (
-    WORTHWHILE,
-    can_share,
-    grouped_log_probs,
-    layout_width,
-    repeated_share,
-)
-from rl_modules.language.policy import with_logged_columns
-from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, require_room
+from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.loggers import adapters
@@ -43,29 +29,27 @@ def check_scale(name: str, value: Any) -> str:
     return str(word)
 
 
-def without_epsilon(module: Any) -> str | None:
-    """The reason why ``epsilon`` is idle."""
-    bounds = module.loss_type == "cispo"
-    return "with loss_type='cispo', which bounds by epsilon_high alone" if bounds else without_clip(module)
+# Reasons why arguments are idle.
 
 
-def without_clip(module: Any) -> str | None:
-    """The reason why the clip's bounds are idle."""
+def _without_clip(module: Any) -> str | None:
     return "with loss_type='sapo', which does not clip" if module.loss_type == "sapo" else None
 
 
-def without_sapo(module: Any) -> str | None:
-    """The reason why SAPO's temperatures are idle."""
+def _without_epsilon(module: Any) -> str | None:
+    bounds = module.loss_type == "cispo"
+    return "with loss_type='cispo', which bounds by epsilon_high alone" if bounds else _without_clip(module)
+
+
+def _without_sapo(module: Any) -> str | None:
     return "without loss_type='sapo'; set that" if module.loss_type != "sapo" else None
 
 
-def without_sync(module: Any) -> str | None:
-    """The reason why settings of the reference's updates are idle."""
+def _without_sync(module: Any) -> str | None:
     return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
 
 
-def without_correction(module: Any) -> str | None:
-    """The reason why bounds on importance weights are idle."""
+def _without_correction(module: Any) -> str | None:
     return None if module.corrects else "without an importance_sampling_correction; set that"
 
 
@@ -94,11 +78,11 @@ class GRPO(PolicyWithReference):
         least=0)  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=without_epsilon)  # fmt: skip
+        idle=_without_epsilon)  # fmt: skip
     epsilon_high: float | None = setting(
         None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
-        idle=without_clip)  # fmt: skip
+        idle=_without_clip)  # fmt: skip
     delta: float | None = setting(
         None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
         "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
@@ -110,8 +94,8 @@ class GRPO(PolicyWithReference):
         one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
     sapo_temperature_pos: float = setting(
         1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=without_sapo)  # fmt: skip
-    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=without_sapo)
+        idle=_without_sapo)  # fmt: skip
+    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=_without_sapo)
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
@@ -132,8 +116,8 @@ class GRPO(PolicyWithReference):
         True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
     sync_ref_model: bool = setting(False, "update the reference towards the policy")
     ref_model_mixup_alpha: float = setting(
-        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
-    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
+        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=_without_sync)  # fmt: skip
+    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=_without_sync)
     mask_truncated_completions: bool = setting(
         False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
     top_entropy_quantile: float = setting(
@@ -151,9 +135,9 @@ class GRPO(PolicyWithReference):
         "``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else differs, it is the "
         "probability mass that ``top_p`` or ``top_k`` kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+        None, "lower bound on ρ; null: none", least=0, idle=_without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+        3.0, "upper bound on ρ; null: none", least=0, idle=_without_correction)  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -171,37 +155,28 @@ class GRPO(PolicyWithReference):
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
+        path, reference = hp.get("advantages"), hp.ref_model_name_or_path
+        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
         if self.loss_type == "cispo" and hp.epsilon_high is None:
             raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; "
                              "give one, such as 5")  # fmt: skip
         if self.loss_type in ("cispo", "sapo") and hp.delta is not None:
             raise UsageError(f"delta={hp.delta} does nothing for loss_type={self.loss_type!r}, which does not clip; "
                              "set it to null")  # fmt: skip
-        if (path := hp.get("advantages")) is not None and self.scale_rewards != "group":
+        if path is not None and self.scale_rewards != "group":
             raise UsageError(f"scale_rewards={self.scale_rewards!r} does nothing with advantages={path!r}, which "
                              "scales by itself; give one of them")  # fmt: skip
-        reference = hp.ref_model_name_or_path
         if not hp.beta and (hp.sync_ref_model or reference is not None):
             given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
             raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
         if hp.sync_ref_model and hp.lora is not None and reference is None:
             raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
                              "adapters; set one of them only")  # fmt: skip
-        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
         if low is not None and high is not None and low > high:
             raise UsageError(f"importance_sampling_clip_min={low} must not be above "
                              f"importance_sampling_clip_max={high}")  # fmt: skip
-        by_path = None if path is None else load_advantages(path)
         if isinstance(self.advantage_function, str):
-            self.advantage_function = by_path
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Builds the module of a checkpoint, see :meth:`Algorithm.load_from_checkpoint`; a path in its
-        ``advantages`` is imported when the module trains.
-        """
-        with contextlib.nullcontext() if "advantages" in kwargs else imported_at_use():
-            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+            self.advantage_function = load_advantages(path, "advantages" in chosen_by_checkpoint(self))
 
     @property
     def wants_reference(self) -> bool:
@@ -211,6 +186,26 @@ class GRPO(PolicyWithReference):
     def reference_is_frozen(self) -> bool:
         return not self.hparams["sync_ref_model"]
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the baseline is the group's, with which a single completion of a prompt would have no advantage."""
+        cls = type(self)
+        is_own = cls.advantages is not GRPO.advantages or cls.score_group is not GRPO.score_group
+        return not is_own and self.advantage_function in (None, *IN_GROUPS)
+
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
+        if stage != "fit":
+            return
+        if self.compares_groups and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
+            raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+        warn_of_filters(self)
+        level, loss_type = self.importance_sampling_level, self.loss_type
+        if level != "token" and loss_type != "grpo":
+            rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which "
+                           "averages over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and "
+                           "epsilon_high=4e-4")  # fmt: skip
+
     def build_model(self, config: Any, source: str | None) -> None:
         super().build_model(config, source)
         if self.hparams["sync_ref_model"]:
@@ -219,26 +214,6 @@ class GRPO(PolicyWithReference):
                 raise UsageError(f"sync_ref_model=true mixes weights, but ref_model_name_or_path="
                                  f"{self.hparams['ref_model_name_or_path']!r} has others than the policy; give a "
                                  "reference of the same architecture")  # fmt: skip
-
-    def _setup(self, stage: str) -> None:
-        super()._setup(stage)
-        single = getattr(self.trainer.datamodule, "num_generations", 2) < 2  # type: ignore[attr-defined]
-        if stage == "fit" and single and self.compares_groups:
-            raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
-        if stage == "fit":
-            warn_of_filters(self)
-            level, loss_type = self.importance_sampling_level, self.loss_type
-            if level != "token" and loss_type != "grpo":
-                rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which "
-                               "averages over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and "
-                               "epsilon_high=4e-4")  # fmt: skip
-
-    @property
-    def compares_groups(self) -> bool:
-        """Whether the baseline is the group's, with which a single completion of a prompt would have no advantage."""
-        cls = type(self)
-        is_own = cls.advantages is not GRPO.advantages or cls.score_group is not GRPO.score_group
-        return not is_own and self.advantage_function in (None, *IN_GROUPS)
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -265,8 +240,7 @@ class GRPO(PolicyWithReference):
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         if self.mask_truncated_completions:
             mask = mask & rollout["finished"].unsqueeze(1)
-        names = ("tokens", "prompt_length", "length", "log_prob")
-        fields = {**{name: rollout[name] for name in names}, "mask": mask}
+        fields = {**{name: rollout[name] for name in ("tokens", "prompt_length", "length", "log_prob")}, "mask": mask}
         fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
@@ -284,6 +258,30 @@ class GRPO(PolicyWithReference):
         self.record_generation(rollout, fields, passes.get("entropy"))
         return fields
 
+    def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
+        """Returns A of each completion, [B] (or [B, L] if tokens differ).
+
+        Args:
+            reward: of the generation's completions over all ranks, [B]; NaN: not scored.
+            num_generations: completions per prompt, which are adjacent.
+        """
+        return self.score_group(reward.view(-1, num_generations)).flatten()
+
+    def score_group(self, rewards: Tensor) -> Tensor:
+        """Returns A of the completions of each prompt; algorithms with another baseline or scale override it.
+
+        Args:
+            rewards: a row for each prompt's group over all ranks, [P, G]; NaN: not scored.
+
+        Returns:
+            [P, G]; 0 where nothing was scored.
+        """
+        if self.advantage_function is not None:
+            return scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
+        return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
+
+    # ---------------------------------------------------------------- log-probabilities
+
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
         """Returns :meth:`evaluate_completions` of a whole generation; empty where no forward pass is needed."""
         return self.in_parts(rollout, self.evaluate_completions) if self.rescores or self.beta else {}
@@ -297,10 +295,14 @@ class GRPO(PolicyWithReference):
             result |= {"log_prob": log_prob, "entropy": entropy}
         if self.beta:
             self.sync_reference()
-            with self.reference_model() as reference:
-                require_room("reference", reference, tokens)
-                result["ref_log_prob"], _ = completion_log_probs(reference, *text, self.temperature)
+            result["ref_log_prob"] = self.reference_log_probs_of(*text)
         return result
+
+    def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L]."""
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        shared = shared_log_probs(self.model, *text, batch.get("group"), self.temperature, entropy)
+        return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
     def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
         """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities.
@@ -308,11 +310,9 @@ class GRPO(PolicyWithReference):
         Args:
             fields: log_prob, sampling_log_prob and mask, [B, L] each.
         """
-        hp: Any = self.hparams
-        return F.importance_weights(
-            fields["log_prob"], fields["sampling_log_prob"], fields["mask"], self.correction,
-            hp.importance_sampling_clip_min, hp.importance_sampling_clip_max,
-        )  # fmt: skip
+        hp, ours = self.hparams, (fields["log_prob"], fields["sampling_log_prob"], fields["mask"])
+        bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
+        return F.importance_weights(*ours, self.correction, *bounds)
 
     @property
     def correction(self) -> str:
@@ -326,25 +326,18 @@ class GRPO(PolicyWithReference):
 
     @property
     def rescores(self) -> bool:
-        """Whether the sampler's log-probabilities differ from training's."""
-        if self.corrects or self.hparams["sampler"] != "native":
+        """Whether the sampler's log-probabilities differ from training's, by engine, filters or visible rounding."""
+        if self.corrects or self.hparams["sampler"] != "native" or filters_of(self):
             return True
-        return bool(filters_of(self)) or self.rounds_differently
-
-    @property
-    def rounds_differently(self) -> bool:
-        """Whether log-probabilities of decoding and of training differ visibly by rounding."""
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return self.compares_with_sampler and not exact
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the ratio compares the sampler's log-probabilities with a forward pass's, as from the second update
-        on.
-        """
+        """Whether the ratio compares the sampler's log-probabilities with a forward pass's: from the second update."""
         return bool(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches > 1)
 
-    # ---------------------------------------------------------------- optimization
+    # ---------------------------------------------------------------- one minibatch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         chooses = self.top_entropy_quantile < 1
@@ -362,33 +355,6 @@ class GRPO(PolicyWithReference):
             loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
         return loss
-
-    def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the mean entropy of the counted tokens, times the number of micro-batches.
-
-        Args:
-            entropy: [b, L].
-            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` those with the highest entropy in the
-                micro-batch.
-            batch: the minibatch.
-        """
-        mean = F.masked_mean(entropy, uncertain)
-        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
-        return mean * share * batch["n_micro"]
-
-    def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L].
-
-        Prompts shared by several rows are computed once if that saves enough work.
-        """
-        text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
-        if (
-            group is not None
-            and repeated_share(*text[1:], group) >= WORTHWHILE
-            and can_share(self.model, layout_width(*text[1:]))
-        ):
-            return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
-        return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning
@@ -414,48 +380,17 @@ class GRPO(PolicyWithReference):
             return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
 
-    # ---------------------------------------------------------------- evaluation
-
-    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
-        super().log_completions(batch, batch_idx)
-        if self.reward_model is not None:
-            self.log_evaluation({self.score_metric: self.reward_model_scores(batch).mean()}, len(batch["answers"]))
-
-    # ---------------------------------------------------------------- pieces to override
-
-    def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
-        """Returns A of each completion, [B] (or [B, L] if tokens differ).
+    def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Returns this micro-batch's part of the mean entropy of the counted tokens, times the number of micro-batches.
 
         Args:
-            reward: of the generation's completions over all ranks, [B]; NaN: not scored.
-            num_generations: completions per prompt, which are adjacent.
+            entropy: [b, L].
+            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` those with the highest entropy in the
+                micro-batch.
+            batch: the minibatch.
         """
-        return self.score_group(reward.view(-1, num_generations)).flatten()
-
-    def score_group(self, rewards: Tensor) -> Tensor:
-        """Returns A of the completions of each prompt; algorithms with another baseline or scale override it.
-
-        Args:
-            rewards: a row for each prompt's group over all ranks, [P, G]; NaN: not scored.
-
-        Returns:
-            [P, G]; 0 where nothing was scored.
-        """
-        if self.advantage_function is None:
-            return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
-        try:
-            scores = self.advantage_function(rewards)
-        except Exception as error:
-            raise UsageError(f"advantages={self.hparams['advantages']!r} raised {type(error).__name__}: {error}; it "
-                             "must take rewards [P, G] as a tensor") from error  # fmt: skip
-        if not isinstance(scores, Tensor):
-            raise UsageError(f"advantages={self.hparams['advantages']!r} returned a {type(scores).__name__}; it must "
-                             "return a tensor [P, G]")  # fmt: skip
-        if scores.shape != rewards.shape:
-            raise UsageError(f"the function of advantages returned shape {tuple(scores.shape)} for rewards of shape "
-                             f"{tuple(rewards.shape)}; it must return one advantage per reward")  # fmt: skip
-        return scores
+        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
+        return F.masked_mean(entropy, uncertain) * share * batch["n_micro"]
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
         """Returns which tokens the policy loss keeps, [b, L] bool: those whose entropy is at least the quantile
@@ -494,68 +429,40 @@ class GRPO(PolicyWithReference):
             fields: what :meth:`prepare` returns.
             entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
         """
-        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         spread = -rollout["log_prob"] if entropy is None else entropy
-        columns = [rollout["reward"], rollout.get("earned", rollout["reward"]), rollout["length"], rollout["finished"],
-                   rollout["prompt_length"], torch.where(mask, spread, 0.0).sum(1)]  # fmt: skip
-        table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
-        reward, earned, length, finished, prompt_length, spread_sum = table[:, : len(columns)].unbind(1)
-        metrics = generation_metrics(reward, length, finished, spread_sum, rollout["num_generations"])
+        spread = torch.where(completion_mask(rollout["length"], spread.shape[1]), spread, 0.0).sum(1)
+        columns: tuple[Any, ...] = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
+        reward, earned, spread, length, finished = self.record_completions(rollout, *columns)
+        for weight, metrics in generation_metrics(reward, earned, spread, length, finished, rollout["num_generations"]):
+            self.record(weight, **metrics)
         if "missing" in rollout:
-            metrics["dynamic_sampling/missing"] = rollout["missing"]
-        self.record(**metrics)
-        ended = finished > 0
-        self.record(ended.any().float(), **terminated_lengths(length, ended))
-        n, mean, std = moments(earned)
-        self.record((n > 0).float(), reward=mean, reward_std=std)
-        names = [f"rewards/{name}" for name in rollout["reward_names"]]
-        self.record_rewards(names, table[:, len(columns) :], rollout)
-        self.num_tokens += int((length + prompt_length).sum())
+            self.record(**{"dynamic_sampling/missing": rollout["missing"]})
         if self.table_is_due():
-            self.write_completions(rollout, fields["advantage"], length)
-
-    def write_completions(self, rollout: Rollout, advantage: Tensor, length: Tensor) -> None:
-        """Writes a table of the first completions with their rewards and advantages, and a histogram of lengths."""
-        if not self.trainer.is_global_zero:
-            return
-        scores = zip(rollout["reward_names"], rollout["rewards"].unbind(1), strict=True)
-        if advantage.ndim == 2:
-            advantage = F.masked_mean(advantage, completion_mask(rollout["length"], advantage.shape[1]), 1)
-        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"]}
-        columns |= {name: column.tolist() for name, column in scores} | {"advantage": advantage.tolist()}
-        self.write_table("completions", with_logged_columns(columns, rollout))
-        for adapter in adapters(self.trainer):
-            adapter.write_histogram("train/completions/length", length, self.trainer.global_step)
+            advantage = fields["advantage"]
+            if advantage.ndim == 2:
+                advantage = F.masked_mean(advantage, completion_mask(rollout["length"], advantage.shape[1]), 1)
+            self.write_completions(rollout, advantage=advantage)
+            for adapter in adapters(self.trainer) if self.trainer.is_global_zero else ():
+                adapter.write_histogram("train/completions/length", length, self.trainer.global_step)
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
         """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
-        mask, advantage, level = batch["mask"], batch["advantage"], self.importance_sampling_level
-        ratio, counts = importance_ratio(log_prob, batch["log_prob"], mask, level)
-        weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
-        if advantage.ndim == 1:
-            advantage = advantage.unsqueeze(1)
-        elif level == "sequence":
-            advantage = F.masked_mean(advantage, mask, 1).unsqueeze(1)
-        share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
         self.record(loss=loss)
-        if self.loss_type == "cispo" and self.epsilon_high is not None:
-            bounded = (counts & (ratio > self.epsilon_high) & (advantage > 0)).sum()
-            self.record(weight, cispo_clip_ratio=bounded * share)
-        elif self.loss_type != "sapo":
-            above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-            low = counts & (ratio < 1 - self.epsilon) & (advantage < 0)
-            high = counts & (ratio > 1 + above) & (advantage > 0)
-            means, extremes = clip_metrics(low, high, counts, share, len(mask) < batch["micro_rows"])
-            self.record(weight, **means)
-            if self._world_size > 1:
-                extremes = {k: self.trainer.strategy.reduce(x, reduce_op=k[-3:]) for k, x in extremes.items()}
-            self.record(**extremes)
+        weight, means, extremes = clip_metrics(self, log_prob, batch)
+        self.record(weight, **means)
+        if self._world_size > 1:
+            extremes = {k: self.trainer.strategy.reduce(x, reduce_op=k[-3:]) for k, x in extremes.items()}
+        self.record(**extremes)
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
-            self.record(mask.sum(), kl=F.masked_mean(kl, mask))
+            self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))
 
-    # ---------------------------------------------------------------- checkpoints
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
+        super().log_completions(batch, batch_idx)
+        if self.reward_model is not None:
+            self.log_evaluation({self.score_metric: self.reward_model_scores(batch).mean()}, len(batch["answers"]))
 
 
 if TYPE_CHECKING:

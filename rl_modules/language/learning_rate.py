@@ -18,17 +18,7 @@ _ENDLESS = (*_WITHOUT_ARGUMENTS, "inverse_sqrt")
 
 
 def check_schedule(kind: str, arguments: dict[str, Any] | None, warmup_steps: int, learning_rate: float) -> None:
-    """Refuses a schedule that could not be built at the start of a run, by building one.
-
-    Args:
-        kind: ``lr_scheduler_type``.
-        arguments: ``lr_scheduler_kwargs``.
-        warmup_steps: of the run.
-        learning_rate: the peak.
-
-    Raises:
-        UsageError: an unknown or unsupported schedule, or arguments that it does not take.
-    """
+    """Refuses a schedule that could not be built at the start of a run, by building one."""
     known = [name for name in (kind.value for kind in SchedulerType) if name not in _BY_METRIC]
     if kind in _BY_METRIC:
         raise UsageError(f"lr_scheduler_type={kind!r} follows a metric of evaluations, and the schedules here go by "
@@ -53,18 +43,7 @@ def check_schedule(kind: str, arguments: dict[str, Any] | None, warmup_steps: in
 def make_schedule(
     kind: str, arguments: dict[str, Any] | None, optimizer: torch.optim.Optimizer, warmup_steps: int, steps: float
 ) -> Any:
-    """Returns the schedule of a run.
-
-    Args:
-        kind: see :func:`check_schedule`.
-        arguments: likewise.
-        optimizer: whose rate changes.
-        warmup_steps: optimizer steps of linear warm-up.
-        steps: optimizer steps of the run; infinity: it has no end.
-
-    Raises:
-        UsageError: the schedule needs an end of the run, and there is none.
-    """
+    """Returns the schedule of a run."""
     has_end = "num_stable_steps" not in (arguments or {})
     if steps == float("inf"):
         if kind not in _ENDLESS and has_end:

@@ -23,18 +23,7 @@ _SWITCHED = ("lora_", ".modules_to_save.", ".token_adapter.")
 
 
 def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
-    """Converts the argument ``lora`` to plain data, which a checkpoint can hold.
-
-    Args:
-        name: ``lora``.
-        lora: arguments of ``peft.LoraConfig``, an object of that class, or None.
-
-    Returns:
-        The arguments without ``task_type``; of an object those that differ from their defaults.
-
-    Raises:
-        UsageError: something else, or a value that is not plain data.
-    """
+    """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
     if lora is None:
         return None
     if isinstance(lora, dict):
@@ -57,11 +46,7 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
 
 
 def refuse_no_model(name: str) -> None:
-    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to.
-
-    Raises:
-        UsageError: names the command that exports the one, or the line that merges the others.
-    """
+    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to."""
     if name.endswith(".ckpt") and Path(name).is_file():
         raise UsageError(f"{name!r} is a checkpoint, and a model is a directory; write one with `rl export --ckpt_path "
                          f"{name} --output FOLDER`, and give FOLDER")  # fmt: skip
@@ -76,15 +61,7 @@ def refuse_no_model(name: str) -> None:
 
 
 def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
-    """Refuses a checkpoint with adapters for a module without them, and one without adapters for a module with them.
-
-    Args:
-        given: the argument ``lora``.
-        saved: its value in the checkpoint.
-
-    Raises:
-        UsageError: names both.
-    """
+    """Refuses a checkpoint with adapters for a module without them, and one without adapters for a module with them."""
     if given is None and saved is not None:
         raise UsageError(f"lora=None, but the checkpoint's run trained adapters with lora={saved}; give the same lora, "
                          "which the run's config.yaml has")  # fmt: skip
@@ -94,17 +71,7 @@ def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | 
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
-    """Freezes the model and adds low-rank adapters.
-
-    Args:
-        model: of transformers.
-        lora: arguments of ``peft.LoraConfig``; the model's head decides its ``task_type``.
-        task_type: ``CAUSAL_LM`` or ``SEQ_CLS``.
-        gradient_checkpointing: see :func:`~rl_modules.language.models.checkpoint_activations`.
-
-    Raises:
-        UsageError: what ``peft`` says about the arguments.
-    """
+    """Freezes the model and adds low-rank adapters."""
     from peft import LoraConfig, get_peft_model
 
     if gradient_checkpointing:
@@ -122,16 +89,7 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
 
 
 def refuse_biases_of_16_bits(lora: dict[str, Any], torch_dtype: str, precision: str) -> None:
-    """Refuses to train biases, which are in float32 then, of layers whose weights have 16 bits.
-
-    Args:
-        lora: arguments of ``peft.LoraConfig``.
-        torch_dtype: of the weights.
-        precision: the Trainer's.
-
-    Raises:
-        UsageError: names the argument that brings the 16 bits.
-    """
+    """Refuses to train biases, which are in float32 then, of layers whose weights have 16 bits."""
     bias = lora.get("bias", "none")
     half = torch_dtype != "float32"
     if bias != "none" and (half or precision in ("bf16-true", "16-true")):
@@ -145,9 +103,6 @@ def train_in_float32(module: nn.Module) -> None:
 
     peft takes over the base's dtype for the layers that it trains whole (``modules_to_save``, a score head), and casts
     between dtypes for adapters only.
-
-    Args:
-        module: with models of peft.
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -183,9 +138,6 @@ def freeze_unread_parts(model: PreTrainedModel) -> None:
     """Freezes the parts of a composite model that do not process text: image and sound encoders.
 
     Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
-
-    Args:
-        model: of transformers, with the layers of peft or without.
     """
     if model.config.get_text_config(decoder=True) is model.config:
         return
@@ -204,9 +156,6 @@ def merged(model: Any) -> PreTrainedModel:
 
     An output layer that is tied to the embedding gets a separate weight in the copy if only one of the two has an
     adapter.
-
-    Args:
-        model: of peft.
     """
     model = copy.deepcopy(model)
     network = model.get_base_model()
@@ -219,11 +168,7 @@ def merged(model: Any) -> PreTrainedModel:
 
 
 def adapts_tied_weight(network: PreTrainedModel) -> bool:
-    """Returns whether the output layer and the embedding share a weight that adapters change for one of them only.
-
-    Args:
-        network: of transformers, with the layers of peft or without.
-    """
+    """Returns whether the output layer and the embedding share a weight that adapters change for one of them only."""
     layers = [network.get_output_embeddings(), network.get_input_embeddings()]
     if any(layer is None for layer in layers):
         return False
@@ -252,9 +197,6 @@ def begins_unchanged(model: Any) -> bool:
 
     Initialisations that move a part of the weights into the adapters (``pissa``, ``olora`` …) also change the weights
     that remain in the base model.
-
-    Args:
-        model: of peft, with weights that are on a device.
     """
     return all(
         bool(delta.abs().max() <= max(1e-4, 4 * torch.finfo(weight.dtype).eps) * weight.abs().max())
@@ -272,12 +214,7 @@ def _changes(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check_switched_off(model: Any, lora: dict[str, Any]) -> None:
-    """Warns of adapters whose model without them is not the policy at its start, throughout the run.
-
-    Args:
-        model: of peft, with new adapters.
-        lora: the arguments that made them.
-    """
+    """Warns of adapters whose model without them is not the policy at its start, throughout the run."""
     remedy = "a reference of its own by ref_model_name_or_path"
     if not begins_unchanged(model):
         value = lora.get("init_lora_weights", True)

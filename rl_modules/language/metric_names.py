@@ -25,16 +25,7 @@ def monitors(trainer: Any) -> dict[str, str]:
 
 
 def refuse_bare_monitor(monitor: str, callback: str, known: Collection[str]) -> None:
-    """Refuses a training metric that is monitored without the prefix of its group.
-
-    Args:
-        monitor: the metric's name.
-        callback: name of the callback's class.
-        known: names that have been recorded, as they are displayed.
-
-    Raises:
-        UsageError: the metric exists with the prefix.
-    """
+    """Refuses a training metric that is monitored without the prefix of its group."""
     if monitor not in known and displayed_name(monitor) in known:
         raise UsageError(f"monitor={monitor!r} of {callback} is no metric; metrics of training have the prefix train/: "
                          f"did you mean {displayed_name(monitor)}?")  # fmt: skip

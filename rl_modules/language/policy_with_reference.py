@@ -15,18 +15,15 @@ from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
+from rl_modules.language.architecture import make_config, max_length
 from rl_modules.language.base import plain_config
 from rl_modules.language.completion_metrics import moments
-from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.lora import check_switched_off
-from rl_modules.language.model_objects import check_folder
-from rl_modules.language.models import make_config, make_model, max_length
-from rl_modules.language.policy import LanguagePolicy
-from rl_modules.language.rereading import encode_again, reads_in_the_same_form, with_ended_turns
-from rl_modules.language.reward_model import load_reward_model
-from rl_modules.language.scoring import sequence_scores
+from rl_modules.language.models import check_folder, make_model
+from rl_modules.language.policy import LanguagePolicy, with_logged_columns
+from rl_modules.language.scoring import completion_log_probs, sequence_scores
 from rl_modules.language.sharding import Splitter, shard
-from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 Rollout = dict[str, Any]
 
@@ -229,18 +226,25 @@ class PolicyWithReference(LanguagePolicy):
         Args:
             rollout: tokens, prompt_length, length, ``asked`` and ``finished``; to encode again, also ``texts``.
         """
+        from rl_modules.language.rereading import encode_again, with_ended_turns
+
+        longest = max_length(self.reward_model.config)
         if self.reward_tokenizer is None:
-            ended = with_ended_turns(rollout, self.tokenizer, max_length(self.reward_model.config))
+            ended = with_ended_turns(rollout, self.tokenizer, longest)
             return self.in_parts(ended, lambda *text: {"score": self.scores(*text)})["score"]
-        tokens, length = encode_again(
-            self.reward_tokenizer, rollout["asked"], rollout["texts"], rollout["finished"].tolist(),
-            max_length(self.reward_model.config),
-        )  # fmt: skip
+        asked, texts, finished = rollout["asked"], rollout["texts"], rollout["finished"].tolist()
+        tokens, length = encode_again(self.reward_tokenizer, asked, texts, finished, longest)
         scores = torch.zeros(len(length), dtype=torch.float32, device=self.device)
         for rows in length.argsort(stable=True).split(self.forward_rows):
             part = tokens[rows, : int(length[rows].max())].to(self.device)
             scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
         return scores - self.reward_offset
+
+    def reference_log_probs_of(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+        """Returns log π_ref of the completions' tokens, [b, L]."""
+        with self.reference_model() as reference:
+            require_room("reference", reference, tokens)
+            return completion_log_probs(reference, tokens, prompt_length, length, self.temperature)[0]
 
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
         """Runs a forward pass over a generation, in parts of rows of similar length.
@@ -270,22 +274,31 @@ class PolicyWithReference(LanguagePolicy):
                     results[name][rows, : value.shape[1]] = value
         return results
 
-    def record_rewards(self, names: list[str], rewards: Tensor, rollout: Rollout, std: bool = True) -> None:
-        """Records the mean (and standard deviation) of each reward over the completions that it applies to.
+    def record_completions(self, rollout: Rollout, *columns: Tensor, std: bool = True) -> list[Tensor]:
+        """Counts the tokens of a generation, and records the mean (and standard deviation) of each reward over the
+        completions that it applies to, and what reward functions logged.
 
         Args:
-            names: F.
-            rewards: of all ranks' completions, [B, F]; NaN: does not apply.
             rollout: with ``failed``, the number of this rank's completions that each function raised on, and
                 ``logged``, the means and weights of what they logged about them.
+            columns: of this rank's completions, [B] each.
             std: also record the standard deviations.
+
+        Returns:
+            The columns, length and finished of the completions of all ranks.
         """
-        for name, column in zip(names, rewards.unbind(1), strict=True):
+        own = [*columns, rollout["length"], rollout["finished"], rollout["prompt_length"]]
+        table = self.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))
+        *found, prompt_length = table[:, : len(own)].unbind(1)
+        self.num_tokens += int((found[-2] + prompt_length).sum())
+        for name, column in zip(rollout["reward_names"], table[:, len(own) :].unbind(1), strict=True):
             n, mean, deviation = moments(column)
-            self.record((n > 0).float(), **{f"{name}/mean": mean, **({f"{name}/std": deviation} if std else {})})
+            metrics = {f"rewards/{name}/mean": mean} | ({f"rewards/{name}/std": deviation} if std else {})
+            self.record((n > 0).float(), **metrics)
         for name, count in rollout.get("failed", {}).items():
             self.record(**{f"rewards/{name}/failed": count * self._world_size})
         self.record_logged(rollout.get("logged", {}))
+        return found
 
     def table_is_due(self) -> bool:
         """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
@@ -294,6 +307,15 @@ class PolicyWithReference(LanguagePolicy):
             return False
         self._table_due_at = step - step % self.completions_steps + self.completions_steps
         return True
+
+    def write_completions(self, rollout: Rollout, **columns: Tensor) -> None:
+        """Writes a table of the first completions with their rewards and further columns, [B] each."""
+        if not self.trainer.is_global_zero:
+            return
+        rewards = dict(zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True)) | columns
+        table = {"prompt": rollout["prompts"], "completion": rollout["texts"]}
+        table |= {name: column.tolist() for name, column in rewards.items()}
+        self.write_table("completions", with_logged_columns(table, rollout))
 
     # ---------------------------------------------------------------- the run
 
@@ -329,6 +351,9 @@ class PolicyWithReference(LanguagePolicy):
         return rows.flatten(0, 1)
 
     def _read_reward_model(self, path: str) -> Any:
+        from rl_modules.language.rereading import reads_in_the_same_form
+        from rl_modules.language.reward_model import load_reward_model
+
         try:
             hp: Any = self.hparams
             found = load_reward_model(path, None, hp.torch_dtype, hp.attn_implementation)
@@ -336,7 +361,9 @@ class PolicyWithReference(LanguagePolicy):
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
         self.reward_tokenizer = None if reads_in_the_same_form(found.tokenizer, self.tokenizer) else found.tokenizer
         self.reward_offset.fill_(found.offset)
-        return with_weights_in(found.model, self.model.dtype)
+        for parameter in found.model.parameters():  # buffers such as rotary frequencies keep their dtype
+            parameter.data = parameter.data.to(self.model.dtype)
+        return found.model
 
     def _read_reference(self, path: str) -> Any:
         hp: Any = self.hparams
@@ -356,6 +383,11 @@ class PolicyWithReference(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def frozen(model: Any) -> Any:
+    """Freezes a model and sets it to evaluation mode; returns it."""
+    return model.requires_grad_(False).eval()
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

@@ -50,13 +50,6 @@ def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
     """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin by :class:`FrozenHalfPrecision`.
 
     Called from ``configure_model``, before weights are converted and the first batch is read.
-
-    Args:
-        trainer: about to run.
-        trains_adapters: whether the module's trainable parameters are adapters.
-
-    Raises:
-        UsageError: ``16-true`` in training, where nothing scales the loss.
     """
     plugin = trainer.precision_plugin
     if not isinstance(plugin, HalfPrecision):
@@ -80,15 +73,6 @@ def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: 
 
     A bfloat16 number has 8 significant bits, so AdamW's step of about ``learning_rate`` is lost if it is less than
     1/512 of the weight.
-
-    Args:
-        module: with its weights.
-        lora: whether adapters are trained in place of the weights.
-        torch_dtype: of the weights, for the message.
-        learning_rate: for the message.
-
-    Raises:
-        UsageError: names the argument to change.
     """
     precision = module.trainer.precision
     sixteen = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]

@@ -25,11 +25,7 @@ class Bins(NamedTuple):
 
 
 class Reliability(Metric):
-    """Confidence against accuracy, in bins of equal width between 1/2 and 1; summed over batches and ranks.
-
-    Args:
-        bins: their number, ≥ 1.
-    """
+    """Confidence against accuracy, in bins of equal width between 1/2 and 1; summed over batches and ranks."""
 
     full_state_update = False
     sums: Tensor
@@ -41,11 +37,7 @@ class Reliability(Metric):
         self.add_state("sums", torch.zeros(3, bins, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, lead: Tensor) -> None:
-        """Counts comparisons.
-
-        Args:
-            lead: r_c - r_r, [b].
-        """
+        """Counts comparisons."""
         confidence = lead.abs().sigmoid().double()
         place = ((confidence - 0.5) * 2 * self.bins).long().clamp(max=self.bins - 1)
         columns = torch.stack([torch.ones_like(confidence), confidence, (lead > 0).double()])
@@ -78,14 +70,7 @@ class PreferenceMetrics(nn.Module):
         self.lowest, self.highest = MinMetric(), MaxMetric()
 
     def update(self, chosen: Tensor, rejected: Tensor, loss: Tensor, probability: Tensor) -> None:
-        """Adds a batch of comparisons.
-
-        Args:
-            chosen: r_c, [b].
-            rejected: r_r, [b].
-            loss: mean over the batch, scalar.
-            probability: true probability that the chosen answer wins, [b]; NaN if unknown.
-        """
+        """Adds a batch of comparisons."""
         lead = chosen - rejected
         won = lead > 0
         rewards = torch.cat([chosen, rejected])
@@ -133,13 +118,6 @@ def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
     """Draws bars of accuracy over confidence, both from 1/2 to 1, with the diagonal of a calibrated model.
 
     Red marks show the mean confidence of each bin, grey bars below them its number of comparisons.
-
-    Args:
-        bins: see :class:`~rl_modules.language.preference_metrics.Bins`.
-        calibration_error: expected calibration error, for the title.
-
-    Returns:
-        Pixels [H, W, 3], uint8.
     """
     scale = _OVERSAMPLING
     width, height = _LEFT + _SIZE + _RIGHT, _TOP + _SIZE + _BOTTOM

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
+from rl_modules.core.state import persistent
 from rl_modules.language.contract import PairLearner, WritingLearner
 from rl_modules.language.fast.packing import can_pack_pairs
 from rl_modules.language.pairs import pair_log_probs
@@ -37,15 +38,15 @@ class PreferencePolicy(PolicyWithReference):
     #: Off, because implicit rewards are differences to the reference and need no zero from demonstrations.
     scores_demonstrations = False
 
+    # Reference log-probabilities of each pair, by the data and a checksum of them, [n, 2]; NaN: not computed yet.
+    _tables: dict[str, Tensor] = persistent(lambda module: {})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         path = self.hparams["ref_model_name_or_path"]
         if self.reference_free and path is not None:
             raise UsageError(f"ref_model_name_or_path={path!r} is not read with reference_free=true; give one of them")
-        # Reference log-probabilities by data ("train", "eval") and pair, [n, 2]; NaN: not computed yet.
-        self._tables: dict[str, Tensor] = {}
-        self._saved_table: dict[str, Any] | None = None
-        self._packs: bool | None = None
+        self._table_keys: dict[str, str] = {}
 
     @property
     def wants_reference(self) -> bool:
@@ -54,17 +55,17 @@ class PreferencePolicy(PolicyWithReference):
     @property
     def can_pack(self) -> bool:
         """Whether batches may hold several texts to a row."""
-        if self._packs is None:
-            # A separate reference may have another architecture.
-            self._packs = all(can_pack_pairs(model) for model in (self.model, self.reference) if model is not None)
-        return self._packs
+        # A separate reference may have another architecture.
+        return all(can_pack_pairs(model) for model in (self.model, self.reference) if model is not None)
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
-        for name in ("train_pairs", "eval_pairs"):
-            pairs = getattr(getattr(self.trainer, "datamodule", None), name, None)
+        for data in ("train", "eval"):
+            pairs = getattr(getattr(self.trainer, "datamodule", None), f"{data}_pairs", None)
             if pairs is not None:
-                self.check_pairs(pairs, name)
+                self.check_pairs(pairs, f"{data}_pairs")
+                checksum = zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))
+                self._table_keys[data] = f"{data} {checksum}"
 
     def check_pairs(self, pairs: Any, name: str) -> None:
         """Refuses pairs from which a policy can't learn.
@@ -111,18 +112,16 @@ class PreferencePolicy(PolicyWithReference):
         return chosen, rejected
 
     def _table(self, data: str, at_least: int) -> Tensor:
-        """Returns the table of some data, on the CPU, grown to hold ``at_least`` pairs."""
-        table = self._tables.get(data)
-        size = max(at_least, self._number_of_pairs(data))
+        """The table of some data, on the CPU, grown to hold ``at_least`` pairs."""
+        key = self._table_keys.get(data, data)
+        table = self._tables.get(key)
+        size = max(at_least, len(getattr(getattr(self._trainer, "datamodule", None), f"{data}_pairs", ())))
         if table is None or len(table) < size:
             grown = torch.full((size, 2), torch.nan, dtype=torch.float32, device="cpu")
             if table is not None:
                 grown[: len(table)] = table
-            self._tables[data] = table = grown
+            self._tables[key] = table = grown
         return table
-
-    def _number_of_pairs(self, data: str) -> int:
-        return len(getattr(getattr(self._trainer, "datamodule", None), f"{data}_pairs", ()))
 
     def _any_rank(self, flag: bool) -> bool:
         """Returns whether a flag is set on any rank, because under sharding all ranks or none must run the
@@ -137,49 +136,6 @@ class PreferencePolicy(PolicyWithReference):
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _on_fit_start(self) -> None:
-        super()._on_fit_start()
-        self._tables = {}
-        saved, self._saved_table = self._saved_table, None
-        # Another run's table is used if this run has the same training data and number of ranks.
-        if saved is not None and saved["data"] == self._fingerprint() and len(saved["ranks"]) == self._world_size:
-            self._tables["train"] = saved["ranks"][self.global_rank].clone()
-
-    def _on_validation_start(self) -> None:
-        super()._on_validation_start()
-        # Held-out data may differ between separate evaluations; within a run they are the same.
-        if not self.is_fitting:
-            self._tables.pop("eval", None)
-
-    def _on_test_start(self) -> None:
-        self._tables.pop("eval", None)
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["reference_log_probs"] = None
-        # Outside of a fit no rank has computed values.
-        if self.is_fitting and not self.reference_free:
-            table = self._table("train", 0)
-            ranks = table.unsqueeze(0).clone()
-            if self._world_size > 1:
-                # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
-                strategy = self.trainer.strategy
-                ranks = strategy.all_gather(table.to(strategy.root_device)).cpu()
-            checkpoint["reference_log_probs"] = {"data": self._fingerprint(), "ranks": ranks}
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self._saved_table = checkpoint["reference_log_probs"]
-
-    def _fingerprint(self) -> int:
-        """Returns a checksum of the training pairs' tokens."""
-        pairs = getattr(getattr(self._trainer, "datamodule", None), "train_pairs", None)
-        if pairs is None:
-            return 0
-        return zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))
 
 
 if TYPE_CHECKING:

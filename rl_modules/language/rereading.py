@@ -16,10 +16,6 @@ Prompts = Sequence[str | list[dict[str, Any]]]
 def reads_in_the_same_form(judge: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
     """Returns whether a reward model can read the policy's tokens: ids stand for the same tokens, texts begin and end
     alike, and chat templates, if both have one, format conversations alike.
-
-    Args:
-        judge: the reward model's tokenizer.
-        policy: the policy's.
     """
     one_has_none = not (judge.chat_template and policy.chat_template)
     return (
@@ -37,21 +33,7 @@ def encode_again(
     finished: Sequence[bool],
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encodes prompts and completions as tokens of another model.
-
-    Args:
-        tokenizer: that model's.
-        asked: B prompts: texts, or the messages that the policy's chat template got.
-        texts: B completions.
-        finished: whether each completion is finished; others get no EOS token.
-        longest: tokens that the model can take.
-
-    Returns:
-        Tokens, right-padded, [B, T]; and each row's length, [B].
-
-    Raises:
-        UsageError: messages, and no chat template to put them in; a text that is too long.
-    """
+    """Encodes prompts and completions as tokens of another model."""
     if tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in asked):
         raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
                          "template; give a reward model with one, or set chat_template=false")  # fmt: skip
@@ -80,11 +62,6 @@ def encode_again(
 def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """A generation whose ended completions have what the chat template writes after the EOS token, as a reward model's
     preferences have it.
-
-    Args:
-        rollout: ``asked``, ``tokens`` [B, T], ``prompt_length``, ``length`` and ``finished`` [B].
-        tokenizer: of policy and reward model.
-        longest: tokens that the reward model can take; completions without room for more stay as they are.
     """
     from datamodules.language.encoding import TextEncoder
 

@@ -7,15 +7,14 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules import ranks
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, setting
+from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.contract import CompletionLearner
-from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
+from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
 from rl_modules.language.logits import log_probs_at
-from rl_modules.language.policy import with_logged_columns
-from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, require_room
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -25,6 +24,7 @@ from rl_modules.language.scoring import (
     token_values,
 )
 from rl_modules.language.sharding import Splitter, shard
+from rl_modules.language.tokenizer import check_same_tokens
 
 
 class RLHFPPO(PolicyWithReference):
@@ -51,9 +51,9 @@ class RLHFPPO(PolicyWithReference):
     value_head_on_policy: bool = setting(
         False, "V is a linear head on the policy's last hidden states (0 at first) instead of a separate model: half "
         "the memory, but both losses train the same weights")  # fmt: skip
-    beta: float = setting(
+    initial_beta: float = setting(
         0.05, "β, weight of the KL to the reference, in units of score per nat. At 0 a reference is loaded, and the KL "
-        "measured, only with ``ref_model_name_or_path``", least=0)  # fmt: skip
+        "measured, only with ``ref_model_name_or_path``", least=0, argument="beta")  # fmt: skip
     target_kl: float | None = setting(
         None, "target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant",
         above=0)  # fmt: skip
@@ -86,6 +86,9 @@ class RLHFPPO(PolicyWithReference):
         "functions are logged); without one, all 1")  # fmt: skip
     learning_rate: float = changed(default=3e-6, says="peak step size, of the value model too")
 
+    #: β at the moment, which changes under ``target_kl``; a run that resumes with another argument starts from that.
+    beta: float = persistent(lambda module: module.initial_beta, argument="beta")
+
     learning_curve = "train/objective/scores"
 
     learns_from = "prompts"
@@ -96,15 +99,10 @@ class RLHFPPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_kl is not None and self.beta == 0:
+        if self.target_kl is not None and self.initial_beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
-
-    def begin_run(self) -> None:
-        """Clears the state of a run and resets β to its hyperparameter."""
-        super().begin_run()
-        self.beta = self.hparams["beta"]
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
@@ -207,12 +205,8 @@ class RLHFPPO(PolicyWithReference):
         """
         text = (tokens, prompt_length, length)
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
-        if not self.wants_reference:
-            return {"log_prob": log_prob, "value": value, "entropy": entropy}
-        with self.reference_model() as reference:
-            require_room("reference", reference, tokens)
-            ref_log_prob, _ = completion_log_probs(reference, *text, self.temperature)
-        return {"log_prob": log_prob, "ref_log_prob": ref_log_prob, "value": value, "entropy": entropy}
+        found = {"log_prob": log_prob, "value": value, "entropy": entropy}
+        return {**found, "ref_log_prob": self.reference_log_probs_of(*text)} if self.wants_reference else found
 
     def policy_and_value(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
@@ -321,9 +315,8 @@ class RLHFPPO(PolicyWithReference):
         if earned.ndim == 2:
             earned = torch.where(mask, earned, 0.0).sum(1)
         scored = mask.any(1)
-        columns = [scored, earned, rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
-        table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
-        counts, score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
+        columns = (scored, earned, *summed)
+        counts, score, kl, paid, entropy, length, finished = self.record_completions(rollout, *columns, std=False)
         non_score = -self.beta * paid
         explained = ranks.explained_variance(rollout["value"][mask], returns[mask], self._world_size == 1)
         metrics: dict[str, Tensor | float] = {
@@ -343,24 +336,11 @@ class RLHFPPO(PolicyWithReference):
         }
         means = {f"objective/{name}": F.masked_mean(x, counts) for name, x in objective.items()}
         self.record(counts.any().float(), **means)
-        names = [f"rewards/{name}" for name in rollout["reward_names"]]
-        self.record_rewards(names, table[:, len(columns) :], rollout, std=False)
-        self.num_tokens += int((length + prompt_length).sum())
         if self.target_kl is not None and bool(counts.any()):
             kl = F.masked_mean(kl, counts)
             self.beta = F.proportional_kl_coefficient(self.beta, kl, self.target_kl, self.kl_gain)
         if self.table_is_due():
-            self.write_completions(rollout, earned.masked_fill(~scored, torch.nan), summed[0])
-
-    def write_completions(self, rollout: Rollout, score: Tensor, kl: Tensor) -> None:
-        """Writes a table of a few completions with their score, KL and true rewards."""
-        if not self.trainer.is_global_zero:
-            return
-        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"], "score": score.tolist(),
-                   "kl": kl.tolist()}  # fmt: skip
-        for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
-            columns[name] = column.tolist()
-        self.write_table("completions", with_logged_columns(columns, rollout))
+            self.write_completions(rollout, score=earned.masked_fill(~scored, torch.nan), kl=summed[0])
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
@@ -399,19 +379,6 @@ class RLHFPPO(PolicyWithReference):
     def idle_arguments(self) -> dict[str, str]:
         idle = super().idle_arguments()
         return idle if self.target_kl is not None else {**idle, "kl_gain": "without target_kl; set that"}
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["beta"] = self.beta
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        # A run that resumes with another `beta` starts from the new value.
-        start = self.hparams["beta"]
-        if settings_of(checkpoint).get("beta", start) == start:
-            self.beta = checkpoint["beta"]
 
 
 if TYPE_CHECKING:

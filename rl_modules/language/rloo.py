@@ -11,8 +11,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
-from rl_modules.language.policy_with_reference import Rollout, require_room
-from rl_modules.language.scoring import completion_log_probs, completion_mask
+from rl_modules.language.policy_with_reference import Rollout
+from rl_modules.language.scoring import completion_mask
 
 #: An option of GRPO that RLOO sets itself.
 own = partial(fixed, instead="GRPO takes it")
@@ -100,9 +100,7 @@ class RLOO(GRPO):
         text = (tokens, prompt_length, length)
         result = super().evaluate_completions(*text)
         if self.kl_coefficient:
-            with self.reference_model() as reference:
-                require_room("reference", reference, tokens)
-                result["reference"] = completion_log_probs(reference, *text, self.temperature)[0].sum(-1)
+            result["reference"] = self.reference_log_probs_of(*text).sum(-1)
         return result
 
     # ---------------------------------------------------------------- optimization

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import text_config
+from rl_modules.language.architecture import text_config
 
 
 def wants_router_loss(model: Any) -> bool:
@@ -19,17 +19,7 @@ def wants_router_loss(model: Any) -> bool:
 
 
 def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_added: bool) -> None:
-    """Refuses a config that asks in vain for the loss; warns of a mixture of experts that is trained without it.
-
-    Args:
-        model: of transformers.
-        given: the ``model_config`` that the user gave.
-        algorithm: name of the class, for messages.
-        is_added: whether the algorithm adds the loss.
-
-    Raises:
-        UsageError: the algorithm does not add it, or a coefficient is given that nothing reads.
-    """
+    """Refuses a config that asks in vain for the loss; warns of a mixture of experts that is trained without it."""
     coefficient = getattr(text_config(model.config), "router_aux_loss_coef", None)
     if wants_router_loss(model):
         if not is_added:
@@ -58,17 +48,7 @@ def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
 
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: int) -> Tensor:
-    """Returns the model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count.
-
-    Args:
-        model: mixture of experts.
-        logits: of every layer's router, see :func:`router_logits`.
-        filled: tokens of each row, which come before its padding, [rows].
-        width: of the rows.
-
-    Raises:
-        UsageError: an architecture whose loss transformers does not name ``load_balancing_loss_func``.
-    """
+    """Returns the model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     function = getattr(sys.modules[type(network).__module__], "load_balancing_loss_func", None)
     if function is None:

@@ -39,12 +39,7 @@ class RowCache(Cache):
 
     @classmethod
     def for_model(cls, config: PretrainedConfig, longest: int) -> RowCache | None:
-        """An empty cache for this architecture; None if its rows are more than keys and values of all their tokens.
-
-        Args:
-            config: of the model.
-            longest: tokens of the longest row to come. A sliding window of at least that length never slides.
-        """
+        """An empty cache for this architecture; None if its rows are more than keys and values of all their tokens."""
         layers = DynamicCache(config=config).layers
         fits = [
             type(layer) is DynamicLayer
@@ -60,14 +55,7 @@ class RowCache(Cache):
             layer.is_initialized = False
 
     def admit(self, prompts: Prompts, kept_rows: int, keep: bool, room: int) -> None:
-        """Adds a row per element of ``prompts.source``, after the existing rows.
-
-        Args:
-            prompts: those that have just been read. The first is the kept one if ``kept_rows`` is not 0.
-            kept_rows: how many of the rows, the first ones, continue the prompt that was kept.
-            keep: keep the last prompt, whose further rows are added later.
-            room: number of new tokens per row to allocate at first.
-        """
+        """Adds a row per element of ``prompts.source``, after the existing rows."""
         index = prompts.source
         for layer in self._rows:
             layer.admit(index[:kept_rows], index[kept_rows:] - int(kept_rows > 0), self.reading, keep, room)
@@ -83,16 +71,7 @@ class RowCache(Cache):
         return None if self._before is None else torch.arange(width, device=self._before.device) >= self._before
 
     def advance(self, forward: Forward, tokens: Tensor, positions: Tensor) -> Tensor:
-        """One forward pass of one token per row.
-
-        Args:
-            forward: from the cache, tokens, positions and mask to the logits after the last token.
-            tokens: (n, 1).
-            positions: likewise.
-
-        Returns:
-            (n, V).
-        """
+        """One forward pass of one token per row."""
         return forward(self, tokens, positions, self.step())
 
     def attention(self, model: Any) -> AbstractContextManager[None]:

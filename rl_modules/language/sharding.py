@@ -74,9 +74,6 @@ for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in 
 def adopt(strategy: Any) -> bool:
     """Returns whether a strategy shards; turns Lightning's, made before the module was known, into
     :class:`ShardedStrategy`.
-
-    Raises:
-        UsageError: the weights would be split in a way that is not supported.
     """
     if isinstance(strategy, FSDPStrategy):
         raise UsageError("trainer.strategy=fsdp is the older way of sharding, which knows whole models only; take "
@@ -99,9 +96,6 @@ def splitter(strategy: Any) -> Splitter:
 
     Under ``bf16-mixed`` and ``bf16-true`` weights travel and multiply in bfloat16; the shares that the optimizer steps,
     and the sums of gradients, are float32.
-
-    Args:
-        strategy: a ``ShardedStrategy`` with its ranks connected.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -116,13 +110,7 @@ def splitter(strategy: Any) -> Splitter:
 
 
 def shard(model: Any, split: Splitter) -> None:
-    """Splits a transformers model's weights over ranks; in place.
-
-    Args:
-        model: on every rank the same. Of a causal model the whole is called; of a model with a ``score`` head its body
-            and its head are, each by itself.
-        split: splits the weights of one module that is called.
-    """
+    """Splits a transformers model's weights over ranks; in place."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     blocks = set(getattr(network, "_no_split_modules", None) or ())
     parts = [module for module in network.modules() if type(module).__name__ in blocks]
@@ -161,13 +149,7 @@ def whole_tensors(module: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def scatter(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Sends every rank its share of the first rank's weights, one whole tensor at a time.
-
-    Args:
-        module: split over ranks; made in :func:`storage_on_first_rank`.
-        weights: :func:`whole_tensors` of the module before it was split; those of the first rank count.
-        device: where the shares are.
-    """
+    """Sends every rank its share of the first rank's weights, one whole tensor at a time."""
     from torch.distributed.tensor import distribute_tensor
 
     is_first = torch.distributed.get_rank() == 0
@@ -189,9 +171,6 @@ def gathered_once(model: nn.Module) -> Iterator[None]:
 
     Sampling runs a forward pass per token: without this each of them gathers every weight. A model that would take more
     than half of the device's memory whole is gathered layer by layer as in training.
-
-    Args:
-        model: sharded or not; a model that is not sharded stays as it is.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -225,12 +204,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(tree: Any, keep: bool = True) -> dict[str, Any]:
-    """Gathers the tensors of a state on the CPU; all ranks call this.
-
-    Args:
-        tree: dictionaries and lists with tensors and numbers in them.
-        keep: False: take part in the gathering, but return None in place of split tensors.
-    """
+    """Gathers the tensors of a state on the CPU; all ranks call this."""
     known: dict[int, Tensor | None] = {}
 
     def visit(value: Any) -> Any:
@@ -250,12 +224,7 @@ def whole(tree: Any, keep: bool = True) -> dict[str, Any]:
 
 
 def share(value: Any, like: Any) -> Any:
-    """This rank's part of a tensor that all ranks have, split as a parameter is; anything else as it came.
-
-    Args:
-        value: of a checkpoint.
-        like: the parameter that it belongs to, of the same shape where it is split.
-    """
+    """This rank's part of a tensor that all ranks have, split as a parameter is; anything else as it came."""
     if not (isinstance(value, Tensor) and hasattr(like, "device_mesh") and value.shape == like.shape):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 class Stopwatch:
-    """Seconds between ``start`` and ``stop`` of work on a device. Neither of them waits for it.
-
-    Args:
-        device: where the work is done; on CUDA its own clock measures, else the host's.
-    """
+    """Seconds between ``start`` and ``stop`` of work on a device. Neither of them waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = None
@@ -47,11 +43,7 @@ class Throughput:
         self.restart(0)
 
     def restart(self, num_tokens: int) -> None:
-        """Begins to count.
-
-        Args:
-            num_tokens: tokens that training has seen so far.
-        """
+        """Begins to count."""
         self._began_s = time.perf_counter()
         self._num_tokens = num_tokens
         self._paused_s = 0.0
@@ -59,12 +51,7 @@ class Throughput:
         self._written: list[tuple[Tensor, Stopwatch, bool]] = []
 
     def add(self, tokens: Tensor, watch: Stopwatch) -> None:
-        """Counts completions that were written for training.
-
-        Args:
-            tokens: their number, a scalar on any device.
-            watch: has measured the writing.
-        """
+        """Counts completions that were written for training."""
         # Completions that another thread writes during updates do not reduce the updates' time.
         self._written.append((tokens, watch, threading.current_thread() is threading.main_thread()))
 
@@ -79,13 +66,7 @@ class Throughput:
             self._pause_began_s = None
 
     def rates(self, num_tokens: int, strategy: Strategy, world_size: int) -> dict[str, float]:
-        """Rates since the last point that had any, over all ranks, which call this together.
-
-        Args:
-            num_tokens: tokens that training has seen so far, over all ranks.
-            strategy: sums over ranks.
-            world_size: number of ranks.
-        """
+        """Rates since the last point that had any, over all ranks, which call this together."""
         written, self._written = self._written, []
         seconds = [watch.seconds() for _, watch, _ in written]
         tokens = float(torch.stack([count.sum().float() for count, _, _ in written]).sum()) if written else 0.0

@@ -1,41 +1,30 @@
 """Tokenizers: a character tokenizer for models from scratch, any Hugging Face tokenizer, and both as plain data."""
 
-import json
 import string
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import refuse_no_model
-from rl_modules.language.model_objects import PLAIN_AUTO_MAP, prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
+#: Entry of an export's ``tokenizer_config.json`` if ``AutoTokenizer`` would choose a class that splits texts
+#: differently.
+PLAIN_AUTO_MAP = {"AutoTokenizer": [None, "plain_tokenizer.PlainTokenizer"]}
 #: Tokenizer classes that follow their ``tokenizer.json``, by the names in ``tokenizer_config.json``.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-#: Texts on which ways of splitting differ: spaces, line feeds, numbers, letters beyond ASCII.
-_SAMPLES = ("The sum of 12 + 345?\n\n  It's 1.50%\t= x_1", "déjà vu 你好 🙂")
-#: Written beside a tokenizer for those who load it with ``trust_remote_code``.
-_CODE = '''from transformers import PreTrainedTokenizerFast
-
-
-class PlainTokenizer(PreTrainedTokenizerFast):
-    """What tokenizer.json says."""
-'''
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``.
 
     It adds no tokens to a text. Its alphabet is fixed, so models of different stages and tasks have the same tokens.
-
-    Returns:
-        99 tokens; saved and loaded as any other tokenizer.
     """
     special = ["<pad>", "<eos>", "<unk>"]
     vocabulary = {token: i for i, token in enumerate([*special, *ALPHABET])}
@@ -55,10 +44,6 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model directory or hub name; None: the character tokenizer.
 
     A tokenizer without a pad token pads with its EOS token: lengths decide what is padding here, never ids.
-
-    Raises:
-        UsageError: it can't be loaded, it needs code of its own, or it has no EOS token, without which no completion
-            could end.
     """
     if name_or_path is None:
         return character_tokenizer()
@@ -87,38 +72,19 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     return prepared(tokenizer, name_or_path)
 
 
-def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Saves a tokenizer in its model's folder such that ``AutoTokenizer`` reads texts as it does; warns if that fails.
-
-    For some types of models, such as Qwen2, AutoTokenizer takes the type's own class, with that class's way of
-    splitting, whatever class and pre-tokenizer the files name. Only a tokenizer with code of its own is exempt:
-    without ``trust_remote_code`` its ``tokenizer.json`` is read as it is, with it the code, which does the same.
-    """
-    tokenizer.save_pretrained(folder)
-    if _is_read_alike(tokenizer, folder):
-        return
-    if (folder / "tokenizer.json").is_file():
-        path = folder / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        config["auto_map"] = PLAIN_AUTO_MAP
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        (folder / "plain_tokenizer.py").write_text(_CODE, encoding="utf-8")
-        if _is_read_alike(tokenizer, folder):
-            return
-    rank_zero_warn(f"AutoTokenizer.from_pretrained({str(folder)!r}) splits texts into other tokens than the "
-                   f"{type(tokenizer).__name__} that the model was trained with; load it with "
-                   f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})")  # fmt: skip
-
-
-def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    try:
-        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError):  # one that needs code of its own
-        return True
-    ids = [tokenizer(text).input_ids for text in _SAMPLES]
-    return all(theirs(text).input_ids == own and theirs.decode(own) == tokenizer.decode(own)
-               for text, own in zip(_SAMPLES, ids, strict=True))  # fmt: skip
+def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer that can end completions and pad; one without a pad token pads with its EOS token."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UsageError(f"{name} is a {type(tokenizer).__name__}; it takes a directory, a hub name or a tokenizer of "
+                         "transformers")  # fmt: skip
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"tokenizer {name!r} has no EOS token, so no completion could end; set eos_token in "
+                         "its tokenizer_config.json")  # fmt: skip
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.init_kwargs.get("auto_map") == PLAIN_AUTO_MAP:  # that file stays in the export's folder
+        del tokenizer.init_kwargs["auto_map"]
+    return tokenizer
 
 
 def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -130,11 +96,7 @@ def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """The inverse of :func:`tokenizer_to_dict`.
-
-    Raises:
-        UsageError: a file name that leads out of the folder, or a tokenizer that needs code of its own.
-    """
+    """The inverse of :func:`tokenizer_to_dict`."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         for name, text in files.items():
@@ -159,3 +121,18 @@ def needs_own_code(error: Exception) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Refuses a model whose tokens differ from those that the policy writes."""
+    theirs, ours = other.get_vocab(), policy.get_vocab()
+    if theirs == ours:
+        return
+    by_id = {i: token for token, i in ours.items()}
+    differing = sorted({i for token, i in set(theirs.items()) ^ set(ours.items())})
+    theirs_by_id = {i: token for token, i in theirs.items()}
+    i = differing[0]
+    raise UsageError(
+        f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
+        f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
+    )

@@ -21,13 +21,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import make_config
+from rl_modules.language.export import export_model
 from rl_modules.language.fast.chosen_places import last_mlp
 from rl_modules.language.fast.packing import can_pack_scores, can_pack_texts
 from rl_modules.language.fast.self_check import require_left_to_right
 from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
 from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.fast.tiled_head import can_tile
-from rl_modules.language.models import add_lora, checkpoint_activations, export_model, make_config, make_model
+from rl_modules.language.lora import add_lora
+from rl_modules.language.models import checkpoint_activations, make_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.sampling.check import decodes

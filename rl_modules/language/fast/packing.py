@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.logits import logits_at
-from rl_modules.language.models import text_config
 from rl_modules.language.pairs import pair_log_probs, pair_scores
 from rl_modules.language.scoring import scores_at
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.language.models import text_config
+from rl_modules.language.architecture import text_config
 from rl_modules.language.sharding import is_sharded
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,6 @@ def agrees(
 
     The comparison runs in evaluation mode, without gradient and, where weights are float32 and attention takes them,
     outside of autocast. It draws no random numbers.
-
-    Args:
-        model: causal language model or model with a ``score`` head, adapters of ``peft`` included.
-        what: name of the fast path.
-        compare: computes the fast path's numbers, those of each text alone, and those of the plain path in a batch,
-            which differ from the second by rounding only; all of one shape, in nats. An error counts as disagreement.
-        instead: what is done where it disagrees, for the message; empty: no message.
-        exact: the numbers come from the same arithmetic, so that not even rounding may differ.
-        must_run: an error is raised instead: the comparison does nothing but the model's own forward pass.
     """
     found = _known.setdefault(model, {})
     key = (what, str(model.config._attn_implementation))
@@ -98,14 +89,7 @@ def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: flo
 
 
 def require_left_to_right(model: Any) -> None:
-    """Refuses a model in which a token attends to tokens on its right.
-
-    Args:
-        model: causal language model or model with a ``score`` head.
-
-    Raises:
-        UsageError: an encoder such as BERT, whose log-probabilities of a token would depend on that token.
-    """
+    """Refuses a model in which a token attends to tokens on its right."""
     if not agrees(model, "reading from left to right", lambda: _with_other_ending(model), "", must_run=True):
         raise UsageError(f"{type(model).__name__} lets a token see what stands to its right, so that it can't write or "
                          "judge a text token by token; take a decoder-only architecture such as Qwen3, Llama or "
@@ -115,9 +99,6 @@ def require_left_to_right(model: Any) -> None:
 def warn_of_noise(model: Any) -> None:
     """Warns if a model in training mode is random although ``remove_dropout`` has set its rates to 0. Log-probabilities
     of training then differ from those of the policy that acted.
-
-    Args:
-        model: causal language model or model with a ``score`` head, in training mode.
     """
     tokens = probe_texts(model, [8])[0][None]
     found: list[Tensor] = []
@@ -207,11 +188,7 @@ def side_by_side(texts: Sequence[Tensor]) -> Tensor:
 
 
 def shortest_window(config: Any) -> int | None:
-    """Returns the smallest window of the model's layers, in tokens; None: every layer attends to the whole text.
-
-    Args:
-        config: of the model. All fields that may hold the length of a window or chunk count.
-    """
+    """Returns the smallest window of the model's layers, in tokens; None: every layer attends to the whole text."""
     text = text_config(config)
     named = {
         name: value for name, value in text.to_dict().items()
@@ -252,12 +229,6 @@ def first_layers(model: Any) -> Iterator[bool]:
 
     A self-check reads all weights of a model in each pass. A model's layers repeat a few kinds, so the first ones give
     the same result in a tenth of the time. The layers are the model's own, not copies.
-
-    Args:
-        model: of transformers, with adapters or without, in one piece.
-
-    Yields:
-        Whether layers were left out.
     """
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, config = body_of(network), text_config(network.config)

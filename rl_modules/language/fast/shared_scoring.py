@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.logits import log_probs_at
-from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.scoring import completion_log_probs, placed
 from rl_modules.language.sharding import is_sharded
@@ -28,10 +28,8 @@ _SMALLEST = 8
 def can_share(model: Any, width: int) -> bool:
     """Returns whether completions need only the prompt's keys and values, also for gradients.
 
-    Args:
-        model: causal language model.
-        width: columns of the layout that the completions are read in, see :func:`layout_width`. Padding between a
-            prompt and its completion counts for a sliding window, so that none may be shorter than the layout.
+    ``width`` is the columns of the layout that completions are read in: padding between a prompt and its completion
+    counts for a sliding window, so that none may be shorter than the layout.
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     window = shortest_window(model.config)
@@ -46,11 +44,6 @@ def can_share(model: Any, width: int) -> bool:
         and RowCache.for_model(text_config(model.config), longest=width) is not None
         and agrees(model, "reading each prompt once", lambda: _compare(model), "each completion is read with its own")
     )
-
-
-def layout_width(prompt_length: Tensor, length: Tensor) -> int:
-    """Columns of :func:`grouped_log_probs`' layout: the longest prompt, then the longest completion."""
-    return int(prompt_length.max() + length.max())
 
 
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +63,16 @@ def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     return shared, alone, batched
 
 
+def shared_log_probs(
+    model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, group: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor | None] | None:
+    """:func:`grouped_log_probs` if that saves enough work; None: it does not, or the model can't."""
+    if group is None or not is_fast() or repeated_share(prompt_length, length, group) < WORTHWHILE:
+        return None
+    width = int(prompt_length.max() + length.max())  # of the layout: the longest prompt, then the longest completion
+    return grouped_log_probs(model, tokens, prompt_length, length, group, *options) if can_share(model, width) else None
+
+
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:
     """Returns the share of a batch's tokens that a pass saves if it reads each prompt once."""
     first = _first_rows(group)[1]
@@ -85,19 +88,9 @@ def grouped_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log π of every completion token, as ``completion_log_probs`` has them.
+    """Log π of every completion token, and the entropies if asked for, as ``completion_log_probs`` has them, [b, L].
 
-    Args:
-        model: causal language model that :func:`can_share`.
-        tokens: prompts and completions, right-padded, [b, T].
-        prompt_length: [b], ≥ 1.
-        length: tokens of the completions, [b], ≥ 1.
-        group: [b]; rows with equal numbers have the same prompt.
-        temperature: T, the one that the tokens were sampled with.
-        entropy: also return the entropies.
-
-    Returns:
-        log π(y_j) in nats, [b, L] float32, 0 after each completion's end; and H_j in nats, likewise, or None.
+    Rows with equal numbers in ``group`` [b] have the same prompt.
     """
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())

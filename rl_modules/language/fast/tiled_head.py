@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.functional.tokens import token_log_probs_gradient
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
 from rl_modules.language.logits import TokenStatistics, statistics
-from rl_modules.language.models import text_config
 from rl_modules.language.sharding import is_sharded
 
 #: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
@@ -49,18 +49,7 @@ def tiled_statistics(
     accuracy: bool = False,
     equal_weights: bool = False,
 ) -> TokenStatistics:
-    """:func:`statistics` from what the output layer reads, with one tile of logits at a time.
-
-    Args:
-        model: causal language model for which :func:`find_tail` was successful.
-        states: inputs of the output layer, [1, m, D].
-        target: the tokens, [1, m].
-        temperature: T.
-        entropy: also the entropies.
-        accuracy: also whether each is the likeliest.
-        equal_weights: the loss will be a multiple of the sum of all log-probabilities. Its gradient is then known but
-            for that factor, and taken with the forward pass: no tile is computed again.
-    """
+    """:func:`statistics` from what the output layer reads, with one tile of logits at a time."""
     head, tail = model.get_output_embeddings(), _tails[model]
     rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
     at_once = equal_weights and torch.is_grad_enabled()
@@ -94,16 +83,7 @@ class _Gradients:
         self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor],
         entropy_slope: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Those of one tile.
-
-        Args:
-            asked: what the tile is computed by.
-            x: its states, a leaf.
-            logits: of these, with gradient; overwritten.
-            tile: its tokens, their log-probabilities, and the gradient of these.
-            weights: of the output layer.
-            entropy_slope: the gradient of its tokens' entropies; None: the loss does not depend on them.
-        """
+        """Those of one tile."""
         target, log_prob, slope = tile
         z = logits.detach()
         chosen = z.gather(-1, target.unsqueeze(-1)).to(log_prob.dtype) / asked.temperature
@@ -184,11 +164,6 @@ def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
     """Infers from an example how a model processes its output layer's result; returns False if it can't be inferred.
 
     Possible are no change, a factor or divisor (Granite, Cohere) and a soft cap (Gemma-2), each a number in its config.
-
-    Args:
-        model: causal language model.
-        output: of the output layer.
-        logits: of the model, for the same tokens.
     """
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if any(True for _ in network.parameters(recurse=False)):
@@ -262,11 +237,7 @@ def tiled_at(
 
 
 def prepare_head(model: Any) -> None:
-    """Runs the self-checks of this module now, not with the first batch.
-
-    Args:
-        model: causal language model.
-    """
+    """Runs the self-checks of this module now, not with the first batch."""
     if is_fast():
         last_mlp(model)
     if is_large(_LARGE_BATCH, model):

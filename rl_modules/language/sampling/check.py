@@ -12,11 +12,11 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.graphs import GraphCache, held_cache, new_cache
 from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
-from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.language.models import text_config
+from rl_modules.language.architecture import text_config
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights

@@ -14,7 +14,6 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.fast.graphs import held_bytes, make_room, release
 from rl_modules.language.fast.grouped_attention import without_plans
-from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill
 from rl_modules.language.sampling.decode import decode, generate

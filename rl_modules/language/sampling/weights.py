@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.lora import adapts_tied_weight
-from rl_modules.language.models import max_length, text_config
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sharding import is_sharded
 

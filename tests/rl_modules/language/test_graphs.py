@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast import graphs, grouped_attention
-from rl_modules.language.models import add_lora
+from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, sample
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from tests.conformance.architectures import ARCHITECTURES, network

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from datamodules import PromptDataModule
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import checkpoint_activations, export_model
+from rl_modules.language.export import export_model
+from rl_modules.language.models import checkpoint_activations
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 from tests.training import fit
 

@@ -36,7 +36,8 @@ DEPTHS = {
 
 
 def build(fields, head="causal"):
-    from rl_modules.language.models import make_config, make_model
+    from rl_modules.language.architecture import make_config
+    from rl_modules.language.models import make_model
     from rl_modules.language.tokenizer import character_tokenizer
 
     torch.manual_seed(0)

@@ -1,0 +1,242 @@
+"""Architectures: configs of transformers with changed fields, their limits, and their rates of dropout."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import refuse_no_model
+from rl_modules.language.tokenizer import needs_own_code
+
+#: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+#: The classes with a head, by the config's class.
+CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+_NOT_QUANTIZED = ("weights are not quantized here; torch_dtype=bfloat16 halves them, and lora trains adapters "
+                  "only")  # fmt: skip
+#: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture, and what to use here.
+_OF_LOADING = {
+    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"), _NOT_QUANTIZED),
+    **dict.fromkeys(("dtype", "torch_dtype"), "the module's argument torch_dtype sets it"),
+    "attn_implementation": "the module's argument of that name sets it",
+    "gradient_checkpointing": "the module's argument of that name sets it",
+    **dict.fromkeys(("device_map", "max_memory", "low_cpu_mem_usage", "offload_folder"),
+                    "the Trainer's devices and strategy place the weights"),
+    **dict.fromkeys(("trust_remote_code", "code_revision"), "code of a model directory is never run"),
+    **dict.fromkeys(("revision", "token", "cache_dir", "subfolder", "variant"),
+                    "download the model, and give its directory as model_name_or_path"),
+    "return_dict": "the algorithms read results by name",
+}  # fmt: skip
+
+
+def refuse_loading_arguments(model_config: dict[str, Any] | None) -> None:
+    """Refuses arguments of transformers' ``from_pretrained`` among the fields of an architecture, where they would be
+    ignored.
+    """
+    for name in (model_config or {}).keys() & _OF_LOADING.keys():
+        raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture: "
+                         f"{_OF_LOADING[name]}")  # fmt: skip
+
+
+def make_config(
+    model_name_or_path: str | PreTrainedModel | None,
+    model_config: dict[str, Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dropout: bool,
+) -> PretrainedConfig:
+    """Returns the architecture of a directory or hub name, or :data:`SMALL`, with ``model_config``'s changes."""
+    fields = dict(model_config or {})
+    if isinstance(model_name_or_path, PreTrainedModel):
+        config = copy.deepcopy(model_name_or_path.config)
+        config.architectures = [type(model_name_or_path).__name__]  # as `save_pretrained` does
+    elif model_name_or_path is not None:
+        try:
+            config = AutoConfig.from_pretrained(model_name_or_path, **fields, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, RecursionError) as error:
+            refuse_no_model(model_name_or_path)
+            raise UsageError(unreadable(model_name_or_path, error)) from error
+    else:
+        if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
+            fields = {**SMALL, **fields}
+            fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+        kind = fields.pop("model_type")
+        special = {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        try:
+            config = AutoConfig.for_model(kind, **{**special, **fields})
+        except ValueError as error:
+            raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
+        _complete_text_config(config, fields, special)
+    _check_fields(config, fields)
+    if dropout:
+        restore_dropout(config)  # of a model that reinforcement learning has trained
+    else:
+        remove_dropout(config)
+    words = text_config(config).vocab_size
+    if len(tokenizer) > words:
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
+                         "give the one that the model was trained with as tokenizer_name_or_path")  # fmt: skip
+    return config
+
+
+def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
+    """Refuses misspelled fields, which transformers would keep and ignore.
+
+    A field that resembles none of the architecture's fields may be an optional one, such as ``head_dim``.
+    """
+    try:
+        known: Any = type(config)()
+    except (TypeError, ValueError):  # some composite configs need their parts
+        known = None
+    for name in fields.keys() - {REMOVED} if known is not None else ():
+        if not hasattr(known, name) and (near := get_close_matches(name, known.to_dict(), n=1, cutoff=0.85)):
+            raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}; did you mean "
+                             f"{near[0]}?")  # fmt: skip
+    text = text_config(config)
+    width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    if isinstance(width, int) and isinstance(heads, int) and width % heads and not getattr(text, "head_dim", None):
+        raise UsageError(f"model_config: hidden_size={width} must be divisible by num_attention_heads={heads}")
+    layers, kinds = getattr(text, "num_hidden_layers", None), getattr(text, "layer_types", None)
+    if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) < layers:
+        raise UsageError(f"model_config: num_hidden_layers={layers} is more than the {len(kinds)} layers that the "
+                         "model's layer_types name; leave it as it is")  # fmt: skip
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    """Returns the config of the language model: a part of the config of a model that also takes images or sound."""
+    return config.get_text_config(decoder=True)
+
+
+def _complete_text_config(config: PretrainedConfig, fields: dict[str, Any], special: dict[str, Any]) -> None:
+    """Sets the tokenizer's vocabulary size and token ids in a composite config's language model, except those in
+    ``fields``.
+    """
+    text = text_config(config)
+    nested = {name for part in fields.values() if isinstance(part, dict) for name in part}
+    if text is not config:
+        for name in special.keys() - nested:
+            setattr(text, name, special[name])
+
+
+def require_head(config: PretrainedConfig, head: str) -> None:
+    """Refuses an architecture that transformers has no such head for, by its name."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UsageError(f"{kind} is an encoder-decoder, and every algorithm here reads prompt and completion as one "
+                         "text; take a decoder-only architecture such as Qwen3, Llama or Gemma")  # fmt: skip
+    if type(config) in CLASSES[head]:
+        return
+    if head == "score":
+        raise UsageError(f"transformers has no sequence classification for {kind}, so that no reward or value model "
+                         "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX")  # fmt: skip
+    raise UsageError(f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
+                     "Qwen3, Llama or Gemma")  # fmt: skip
+
+
+def max_length(config: PretrainedConfig) -> int:
+    """Tokens that the model can take, prompt and completion together.
+
+    Phi-3's long rotary embedding (``longrope``) turns every token of a batch by other angles once the longest row
+    passes ``original_max_position_embeddings``, so that a text's log-probabilities would depend on the texts beside it
+    (by 2.5 nats on Phi-3). Such a model takes texts up to that length.
+    """
+    text = text_config(config)
+    named = ("max_position_embeddings", "n_positions", "max_seq_len")
+    longest = next((value for name in named if (value := getattr(text, name, None))), 2**31)
+    return int(min([longest, *_lengths_of_longrope(text)]))
+
+
+def _lengths_of_longrope(text: Any) -> list[int]:
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one per kind
+    own = getattr(text, "original_max_position_embeddings", None)
+    lengths = [kind.get("original_max_position_embeddings") or own for kind in kinds
+               if kind.get("rope_type") == "longrope"]  # fmt: skip
+    return [length for length in lengths if length]
+
+
+def unreadable(name: str, error: Exception) -> str:
+    """The sentence about a model that can't be loaded."""
+    if needs_own_code(error):
+        return (f"model_name_or_path={name!r} needs code of its own, and code of a model directory is never run; give "
+                "a model whose architecture transformers has")  # fmt: skip
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if Path(name).is_dir():
+        return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
+    if "attention" in reason.lower():
+        return f"attn_implementation can't be used with model {name!r} ({reason}); give eager or sdpa"
+    return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
+            "instead of a hub name")  # fmt: skip
+
+
+# ---------------------------------------------------------------- dropout
+
+#: Field of a config with the rates that :func:`remove_dropout` has set to 0; checkpoints hold it with the others.
+REMOVED = "removed_dropout"
+
+
+def remove_dropout(config: PretrainedConfig) -> None:
+    """Sets every dropout rate of a config, and of the language model's config in it, to 0; each stores its original
+    rates.
+    """
+    for part in _parts(config):
+        rates = {name: value for name, value in part.to_dict().items()
+                 if is_rate(name, part) and isinstance(value, float) and value}  # fmt: skip
+        for name in rates:
+            setattr(part, name, 0.0)
+        if rates:
+            setattr(part, REMOVED, {**getattr(part, REMOVED, {}), **rates})
+
+
+def is_rate(name: str, config: PretrainedConfig) -> bool:
+    """Returns whether a field of a config is the rate of a random operation of training: dropout of units or layers, or
+    noise on a router's input.
+    """
+    # PhiMoE's decides, in evaluation too, which experts are close enough to the best.
+    is_noise = name == "input_jitter_noise" or (name == "router_jitter_noise" and config.model_type != "phimoe")
+    return "dropout" in name or name.endswith(("_pdrop", "layerdrop")) or is_noise
+
+
+def restore_dropout(config: PretrainedConfig) -> bool:
+    """Restores the rates that :func:`remove_dropout` set to 0; returns whether there were any."""
+    removed = [(part, part.__dict__.pop(REMOVED, {})) for part in _parts(config)]
+    for part, rates in removed:
+        for name, rate in rates.items():
+            setattr(part, name, rate)
+    return any(rates for _, rates in removed)
+
+
+@contextmanager
+def original_dropout(config: PretrainedConfig) -> Iterator[None]:
+    """Gives a config the model's original rates within the context, as an export writes them."""
+    was_removed = restore_dropout(config)
+    try:
+        yield
+    finally:
+        if was_removed:
+            remove_dropout(config)
+
+
+def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
+    return config, config.get_text_config(decoder=True)
