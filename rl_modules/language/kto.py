@@ -62,15 +62,7 @@ class KTO(PreferencePolicy):
         return loss * (b * batch["n_micro"] / batch["step_pairs"])
 
     def log_probs_and_kl(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns log-probabilities of the judged answers, and the KL estimate from the mismatched ones.
-
-        Args:
-            batch: pairs of a judged answer and an answer to another prompt.
-            data: ``train`` or ``eval``.
-
-        Returns:
-            Σ_t log π(y_t) [b], Σ_t log π_ref(y_t) [b], and the estimate of KL(π || π_ref), a scalar of at least 0.
-        """
+        """Returns log-probabilities of the judged answers, and the KL estimate from the mismatched ones."""
         log_prob, mismatched = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
         reference, ref_mismatched = self.reference_log_probs(batch, data)
         kl = (mismatched.detach() - ref_mismatched).mean()

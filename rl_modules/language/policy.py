@@ -164,10 +164,6 @@ class LanguagePolicy(LanguageModule):
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Logs success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first
         ones.
-
-        Args:
-            batch: what ``LanguageDataModule.judge`` returns.
-            batch_idx: the table is of batch 0.
         """
         correct, rewards = batch["correct"], batch["rewards"].float()
         prompts, k = len(batch["answers"]), len(batch["answers"][0])
@@ -193,14 +189,7 @@ class LanguagePolicy(LanguageModule):
             self.write_table("eval/completions", with_logged_columns(table, batch))
 
     def log_logged(self, logged: dict[str, tuple[float, int]]) -> None:
-        """Logs what reward functions logged about held-out completions, as ``eval/<name>``.
-
-        Args:
-            logged: mean and weight by name.
-
-        Raises:
-            UsageError: the run has a curve of that name.
-        """
+        """Logs what reward functions logged about held-out completions, as ``eval/<name>``."""
         # Lightning reduces each metric over the ranks, which must all have it.
         for name in self._names_over_ranks(logged):
             mean, weight = logged.get(name, (0.0, 0))
@@ -214,15 +203,7 @@ class LanguagePolicy(LanguageModule):
 
 
 def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Adds the values that reward functions logged to a table of completions; None for completions without a value.
-
-    Args:
-        columns: of the table, by name.
-        batch: with ``extra``, a dictionary for each completion.
-
-    Raises:
-        UsageError: a function logged a column that the table has.
-    """
+    """Adds the values that reward functions logged to a table of completions; None for completions without a value."""
     extra = batch.get("extra", [])
     names = dict.fromkeys(name for row in extra for name in row)
     if (taken := next((name for name in names if name in columns), None)) is not None:
@@ -234,13 +215,6 @@ def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
     """Returns whether the most frequent answer of each prompt is right (cons@k, also called maj@k). Several answers may
     be right.
-
-    Args:
-        answers: P lists of K final answers; None (no answer) does not vote.
-        correct: which of them are right, [P, K].
-
-    Returns:
-        1 or 0, [P].
     """
     results = []
     for row, flags in zip(answers, correct.tolist(), strict=True):

@@ -1,6 +1,5 @@
 """Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +14,14 @@ from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
-from rl_modules.language.architecture import make_config, max_length
+from rl_modules.language.architecture import max_length
 from rl_modules.language.base import plain_config
 from rl_modules.language.completion_metrics import moments
-from rl_modules.language.lora import check_switched_off
-from rl_modules.language.models import check_folder, make_model
+from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.scoring import completion_log_probs, sequence_scores
 from rl_modules.language.sharding import Splitter, shard
-from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Rollout = dict[str, Any]
 
@@ -114,44 +112,10 @@ class PolicyWithReference(LanguagePolicy):
         super().build_model(config, source)
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
-        if hp.description is not None:
-            self._build_described(config)
-            return
-        if hp.get("reward_model_name_or_path") is not None:
-            self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
-        if self.wants_reference and hp.ref_model_name_or_path is not None:
-            self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
-        elif self.wants_reference and hp.lora is None:
-            self.reference = frozen(copy.deepcopy(self.model))
-        elif self.wants_reference and not next(self.model.parameters()).is_meta:
-            check_switched_off(self.model, hp.lora)
+        if hp.description is not None or self.wants_reference or hp.get("reward_model_name_or_path") is not None:
+            from rl_modules.language.judges import build_judges
 
-    def _build_described(self, config: Any) -> None:
-        """Builds reference and reward model of a checkpoint: reads their weights again, or prepares for the
-        checkpoint's.
-
-        Raises:
-            UsageError: a reference is needed, but the checkpoint's run had none.
-        """
-        hp: Any = self.hparams
-        judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
-        if judge is not None:
-            self.reward_model = frozen(self._read_reward_model(judge))
-        else:
-            if (files := hp.description.get("reward_tokenizer")) is not None:
-                self.reward_tokenizer = tokenizer_from_dict(files)
-            self.reward_model = self._described("reward_config", "score", self.reward_tokenizer or self.tokenizer)
-        if reference is None:
-            self.reference = self._described("reference_config", "causal", self.tokenizer)
-            if self.wants_reference and self.reference is None and hp.lora is None:
-                as_it_was = "reference_free=true" if "reference_free" in hp else "beta=0"
-                raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; give "
-                                 f"{as_it_was}, or begin a new run from an export of it, whose weights are then the "
-                                 "reference")  # fmt: skip
-        elif hp.ref_model_name_or_path is not None:
-            self.reference = frozen(self._read_reference(reference))
-        else:
-            self.reference = frozen(make_model(config, reference, "causal", hp.torch_dtype, hp.attn_implementation))
+            build_judges(self, config)
 
     def frozen_arguments(self) -> dict[str, str]:
         hp: Any = self.hparams
@@ -249,12 +213,8 @@ class PolicyWithReference(LanguagePolicy):
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
         """Runs a forward pass over a generation, in parts of rows of similar length.
 
-        Args:
-            rollout: tokens, prompt_length, length.
-            compute: from the tokens, prompt lengths and lengths of b rows to tensors [b] or [b, L].
-
-        Returns:
-            The same tensors for all rows; parts narrower than the longest completion are padded with 0.
+        ``compute`` makes tensors [b] or [b, L] from the tokens, prompt lengths and lengths of b rows. Those of parts
+        narrower than the longest completion are padded with 0.
         """
         lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
         total, length = lengths.tolist()
@@ -350,57 +310,9 @@ class PolicyWithReference(LanguagePolicy):
         rows: Any = self.all_gather(x)
         return rows.flatten(0, 1)
 
-    def _read_reward_model(self, path: str) -> Any:
-        from rl_modules.language.rereading import reads_in_the_same_form
-        from rl_modules.language.reward_model import load_reward_model
-
-        try:
-            hp: Any = self.hparams
-            found = load_reward_model(path, None, hp.torch_dtype, hp.attn_implementation)
-        except UsageError as error:
-            raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
-        self.reward_tokenizer = None if reads_in_the_same_form(found.tokenizer, self.tokenizer) else found.tokenizer
-        self.reward_offset.fill_(found.offset)
-        for parameter in found.model.parameters():  # buffers such as rotary frequencies keep their dtype
-            parameter.data = parameter.data.to(self.model.dtype)
-        return found.model
-
-    def _read_reference(self, path: str) -> Any:
-        hp: Any = self.hparams
-        try:
-            tokenizer = load_tokenizer(path)
-            config = make_config(path, None, tokenizer, self.dropout)
-            model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
-        except UsageError as error:
-            raise UsageError(f"ref_model_name_or_path={path!r} is no reference: {error}") from error
-        check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, self.tokenizer)
-        return model
-
-    def _described(self, which: str, head: str, tokenizer: Any) -> Any:
-        """Returns a frozen model whose weights the checkpoint brings, or None."""
-        hp: Any = self.hparams
-        if hp.description[which] is None:
-            return None
-        config = make_config(None, hp.description[which], tokenizer, self.dropout)
-        return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
-
-
-def frozen(model: Any) -> Any:
-    """Freezes a model and sets it to evaluation mode; returns it."""
-    return model.requires_grad_(False).eval()
-
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:
-    """Refuses texts that are longer than the context of the reference or reward model.
-
-    Args:
-        name: of the model, for the message.
-        model: transformers model.
-        tokens: [b, T].
-
-    Raises:
-        UsageError: T is too long.
-    """
+    """Refuses texts that are longer than the context of the reference or reward model."""
     longest = max_length(model.config)
     if tokens.shape[1] > longest:
         raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "

@@ -94,11 +94,7 @@ class RewardModel(LanguageModule):
         return can_pack_scores(self.model)
 
     def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Returns raw scores of the chosen and the rejected answers from one forward pass, [b] each.
-
-        Args:
-            batch: see :func:`rl_modules.language.pairs.pair_scores`.
-        """
+        """Returns raw scores of the chosen and the rejected answers from one forward pass, [b] each."""
         return pair_scores(self.model, batch)
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
@@ -299,11 +295,7 @@ def load_reward_model(
 
 
 def is_reward_model(config: Any) -> bool:
-    """Returns whether a config is that of a trained model with one score per sequence.
-
-    Raises:
-        UsageError: it is a classifier of several classes.
-    """
+    """Returns whether a config is that of a trained model with one score per sequence."""
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return False
     if config.num_labels != 1:

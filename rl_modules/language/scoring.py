@@ -19,22 +19,13 @@ Extent = tuple[int, int, int]
 
 
 def extent_of(prompt_length: Tensor, length: Tensor) -> Extent:
-    """Returns the extent of a batch, by one transfer from the device.
-
-    Args:
-        prompt_length: [b].
-        length: tokens of the completions, [b].
-    """
+    """Returns the extent of a batch, by one transfer from the device."""
     first, last, width = torch.stack([prompt_length.min(), (prompt_length + length).max(), length.max()]).tolist()
     return first, last, width
 
 
 def extent_in(batch: dict[str, Any]) -> Extent | None:
-    """Returns the extent of a training batch, read off its shapes; None for a batch without ``shortest_prompt``.
-
-    Args:
-        batch: ``tokens`` [b, T], ``mask`` [b, L], and ``shortest_prompt``, at most the tokens of its shortest prompt.
-    """
+    """Returns the extent of a training batch, read off its shapes; None for a batch without ``shortest_prompt``."""
     first = batch.get("shortest_prompt")
     return None if first is None else (first, batch["tokens"].shape[1], batch["mask"].shape[1])
 
@@ -43,11 +34,6 @@ def completion_positions(prompt_length: Tensor, length: Tensor, width: int | Non
     """Returns the positions of each completion's tokens in their sequences, [b, L] with L the longest completion.
 
     Column j is that of token j of the completion; after a completion's end its last place is repeated.
-
-    Args:
-        prompt_length: tokens before the completion, [b], ≥ 1.
-        length: tokens of the completion, [b], ≥ 1.
-        width: L; None asks the device.
     """
     columns = torch.arange(int(length.max()) if width is None else width, device=length.device)
     return prompt_length.unsqueeze(1) + torch.minimum(columns, length.unsqueeze(1) - 1)
@@ -110,37 +96,18 @@ def _large_log_probs(
 
 
 def placed(values: Tensor, where: Tensor, shape: torch.Size) -> Tensor:
-    """Values at flat places of a tensor that holds 0 elsewhere.
-
-    Args:
-        values: [m].
-        where: [m], all different.
-        shape: of the result.
-    """
+    """Values at flat places of a tensor that holds 0 elsewhere."""
     return values.new_zeros(shape.numel()).index_copy(0, where, values).view(shape)
 
 
 def completion_mask(length: Tensor, width: int | None = None) -> Tensor:
-    """True for the tokens of each completion, [b, L].
-
-    Args:
-        length: tokens of the completions, [b].
-        width: L; None: the longest.
-    """
+    """True for the tokens of each completion, [b, L]."""
     columns = torch.arange(int(length.max()) if width is None else width, device=length.device)
     return columns < length.unsqueeze(1)
 
 
 def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
-    """Computes V of the state before each completion token, which is the text up to there, [b, L] float32.
-
-    Args:
-        model: model with a ``score`` head of one output.
-        tokens: prompts and completions, right-padded, [b, T].
-        prompt_length: [b], ≥ 1.
-        length: tokens of the completions, [b], ≥ 1.
-        width: L; None asks the device.
-    """
+    """Computes V of the state before each completion token, which is the text up to there, [b, L] float32."""
     place = completion_positions(prompt_length, length, width) - 1
     return score_head(model, _gather_states(_hidden(model, tokens), place)).squeeze(-1).float()
 
@@ -149,25 +116,13 @@ def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
     """Returns the score of each sequence, read at its last token, [b] float32.
 
     The last token is found by length: Transformers' own heads look for the pad id, which may be the EOS token's.
-
-    Args:
-        model: model with a ``score`` head of one output.
-        tokens: right-padded, [b, T].
-        total_length: tokens of each sequence, [b], ≥ 1.
     """
     states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
     return score_head(model, states).view(-1).float()
 
 
 def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tensor:
-    """Computes scores of the text up to some places of a batch, [m] float32.
-
-    Args:
-        model: model with a ``score`` head of one output.
-        tokens: [rows, width].
-        place: places in ``tokens.flatten()``, [m].
-        inputs: of the model beside the tokens, such as ``position_ids``.
-    """
+    """Computes scores of the text up to some places of a batch, [m] float32."""
     states = _hidden(model, tokens, **inputs).flatten(0, 1).index_select(0, place)
     return score_head(model, states).view(-1).float()
 

@@ -1,0 +1,93 @@
+"""The frozen models beside a policy, its reference and its reward model: read at a run's start, or for a checkpoint."""
+
+import copy
+from typing import Any
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import make_config
+from rl_modules.language.lora import check_switched_off
+from rl_modules.language.models import make_model
+from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer, tokenizer_from_dict
+
+
+def build_judges(policy: Any, config: Any) -> None:
+    """Sets ``reference``, ``reward_model`` and its tokenizer and offset.
+
+    Those of a checkpoint are read again from where they were, or wait for the checkpoint's weights.
+    """
+    hp: Any = policy.hparams
+    described = hp.description is not None
+    judge = policy.frozen_source("reward_model.") if described else hp.get("reward_model_name_or_path")
+    if judge is not None:
+        policy.reward_model = frozen(_read_reward_model(policy, judge))
+    elif described:
+        if (files := hp.description.get("reward_tokenizer")) is not None:
+            policy.reward_tokenizer = tokenizer_from_dict(files)
+        tokenizer = policy.reward_tokenizer or policy.tokenizer
+        policy.reward_model = _described(policy, "reward_config", "score", tokenizer)
+    if described:
+        _build_described_reference(policy, config)
+    elif policy.wants_reference and hp.ref_model_name_or_path is not None:
+        policy.reference = frozen(_read_reference(policy, hp.ref_model_name_or_path))
+    elif policy.wants_reference and hp.lora is None:
+        policy.reference = frozen(copy.deepcopy(policy.model))
+    elif policy.wants_reference and not next(policy.model.parameters()).is_meta:
+        check_switched_off(policy.model, hp.lora)
+
+
+def frozen(model: Any) -> Any:
+    """Freezes a model and sets it to evaluation mode; returns it."""
+    return model.requires_grad_(False).eval()
+
+
+def _build_described_reference(policy: Any, config: Any) -> None:
+    hp, source = policy.hparams, policy.frozen_source("reference.")
+    if source is not None and hp.ref_model_name_or_path is not None:
+        policy.reference = frozen(_read_reference(policy, source))
+    elif source is not None:
+        policy.reference = frozen(make_model(config, source, "causal", hp.torch_dtype, hp.attn_implementation))
+    else:
+        policy.reference = _described(policy, "reference_config", "causal", policy.tokenizer)
+        if policy.wants_reference and policy.reference is None and hp.lora is None:
+            as_it_was = "reference_free=true" if "reference_free" in hp else "beta=0"
+            raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; give "
+                             f"{as_it_was}, or begin a new run from an export of it, whose weights are then the "
+                             "reference")  # fmt: skip
+
+
+def _described(policy: Any, which: str, head: str, tokenizer: Any) -> Any:
+    """A frozen model whose weights the checkpoint brings, or None."""
+    hp = policy.hparams
+    if hp.description[which] is None:
+        return None
+    config = make_config(None, hp.description[which], tokenizer, policy.dropout)
+    return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def _read_reward_model(policy: Any, path: str) -> Any:
+    from rl_modules.language.rereading import reads_in_the_same_form
+    from rl_modules.language.reward_model import load_reward_model
+
+    hp = policy.hparams
+    try:
+        found = load_reward_model(path, None, hp.torch_dtype, hp.attn_implementation)
+    except UsageError as error:
+        raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
+    in_same_form = reads_in_the_same_form(found.tokenizer, policy.tokenizer)
+    policy.reward_tokenizer = None if in_same_form else found.tokenizer
+    policy.reward_offset.fill_(found.offset)
+    for parameter in found.model.parameters():  # buffers such as rotary frequencies keep their dtype
+        parameter.data = parameter.data.to(policy.model.dtype)
+    return found.model
+
+
+def _read_reference(policy: Any, path: str) -> Any:
+    hp = policy.hparams
+    try:
+        tokenizer = load_tokenizer(path)
+        config = make_config(path, None, tokenizer, policy.dropout)
+        model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
+    except UsageError as error:
+        raise UsageError(f"ref_model_name_or_path={path!r} is no reference: {error}") from error
+    check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, policy.tokenizer)
+    return model
