@@ -1,5 +1,8 @@
 """Evaluation of given texts by a model: log-probabilities of completions, scores of sequences, values of tokens.
 
+Tokens are [b, T], prompts with their completions; prompt_length and length are [b] and at least 1; masks and results
+are [b, L] with L the longest completion.
+
 Sequences are right-padded. With causal attention no token attends to tokens on its right, so padding needs no attention
 mask, and positions count from 0 by default.
 """
