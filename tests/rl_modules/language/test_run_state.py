@@ -367,7 +367,7 @@ def test_an_adaptive_price_in_numpy_is_a_number_in_the_checkpoint(judge: str, tm
     module = RLHFPPO(model_config=TINY, max_completion_length=4, reward_model_name_or_path=judge,
                      beta=np.float32(0.25), target_kl=np.float64(1.0))  # fmt: skip
     fit(module, addition(num_generations=1), max_steps=1).save_checkpoint(tmp_path / "end.ckpt")
-    assert type(torch.load(tmp_path / "end.ckpt", weights_only=True)["beta"]) is float
+    assert type(torch.load(tmp_path / "end.ckpt", weights_only=True)["run"]["beta"]) is float
 
 
 def test_plain_values() -> None:
