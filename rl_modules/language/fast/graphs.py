@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rl_modules.common.modules import on
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.row_cache import Forward, RowCache, RowLayer
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modules import evaluation_mode
+from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.graphs import held_bytes, make_room, release
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.row_cache import RowCache
