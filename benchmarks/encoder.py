@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rl_modules.networks.actor_critic import encoders
+from rl_modules.networks import encoders
 
 
 def main(rounds: int = 8) -> None:
