@@ -1,24 +1,33 @@
-"""Every language module at the size of Qwen2.5-0.5B, and PPO and DQN, for a few steps on one GPU.
+"""What a GPU does here: targets and peers, then every language module, PPO and DQN for a few steps.
 
-    python -m benchmarks.gpu                        with CUDA, under ten minutes; elsewhere says what it would do
-    python -m benchmarks.gpu --only GRPO --json gpu.json
-    python -m benchmarks.gpu --tiny --device cpu    the same code at toy size, anywhere
+    python -m benchmarks.gpu                        with CUDA, at most eight minutes; elsewhere says what it would do
+    python -m benchmarks.gpu --only decoding --only SAC --json gpu.json
+    python -m benchmarks.gpu --cpu                  the same code at toy size, anywhere
 
-Weights are random and no network is needed. Per module: tokens per second of sampling and of training, peak memory,
-waits of the host for the device per optimizer step, the share of the card's matrix-product speed that training takes
-(6 · parameters · tokens) and the share of its memory bandwidth that sampling takes (the weights, read once per step of
-decoding), both against speeds measured here. Resume is checked bit for bit on the same device, with a small model:
-three steps against two, a checkpoint, and one.
+Each row is printed as soon as it is there. A case that takes longer than its budget is stopped, and one that would
+begin after the end is left out, each with a line that says so.
+
+First come decoding, GRPO and SFT at the size of Qwen2.5-0.5B with random weights beside TRL and a plain loop, GRPO on a
+real checkpoint, PPO in torch, SAC and TD3 beside Stable-Baselines3 (:mod:`benchmarks.gpu_targets`). Then per module:
+tokens per second of sampling and of training, peak memory, waits of the host for the device per optimizer step, the
+share of the card's matrix-product speed that training takes (6 · parameters · tokens) and the share of its memory
+bandwidth that sampling takes (the weights, read once per step of decoding), both against speeds measured here. Resume
+is checked bit for bit on the same device, with a small model: three steps against two, a checkpoint, and one.
 """
 
 import argparse
+import gc
 import json
 import logging
+import math
 import os
 import resource
+import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +39,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_cases import CASES, HALF_BILLION, TINY, Case, Size, write_data, write_judge
+from benchmarks.gpu_targets import TARGETS, Place, Target
 
 #: Operators whose result the host waits for.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
@@ -183,71 +193,127 @@ def speeds(device: torch.device, side: int) -> dict[str, float]:
             "bandwidth": 2 * a.nbytes / seconds(lambda: c.copy_(a))}  # fmt: skip
 
 
-def plan(size: Size, cases: list[Case]) -> str:
-    """Describes the planned runs, and the memory of weights, gradients and AdamW's moments in float32."""
-    parameters = 0.494e9
-    lines = ["No CUDA device here. On one, this would run, at the size of Qwen2.5-0.5B with random weights:"]
-    for case in cases:
-        if case.is_language:
-            gib = 4 * parameters * (case.copies + 3 * case.trained) / 2**30
-            lines.append(f"  {case.name}: {size.batch_size} x ({size.prompt} + {size.completion}) tokens a step, "
-                         f"bf16-mixed, {gib:.1f} GiB of weights, gradients and moments, and activations")  # fmt: skip
-        else:
-            lines.append(f"  {case.name}: CartPole-v1")
-    lines.append("each but vLLM's (which needs vLLM installed) with a check that it resumes bit for bit. python -m "
-                 "benchmarks.gpu --tiny --device cpu runs all others here at toy size.")  # fmt: skip
-    return "\n".join(lines)
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError after that time, where the system has alarms."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def table(rows: list[dict]) -> str:
-    """Returns the rows in Markdown."""
+def cell(value: Any) -> str:
+    """A value of the table as text."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return {None: "", True: "yes", False: "NO"}.get(value, value)
+    return "-" if math.isnan(value) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
-    def cell(value: Any) -> str:
-        if isinstance(value, bool) or value is None:
-            return {None: "", True: "yes", False: "NO"}[value]
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    lines = [f"| module | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
-    lines += [f"| {row['case']} | {' | '.join(cell(row.get(c)) for c in COLUMNS)} |" for row in rows]
-    return "\n".join(lines)
+class Report:
+    """Prints rows as they come and keeps them, until the time is over."""
+
+    def __init__(self, total_s: float, path: Path | None, about: dict[str, Any]) -> None:
+        self.ends_s, self.path, self.about = time.perf_counter() + total_s, path, about
+        self.rows: list[dict[str, Any]] = []
+
+    def show(self, case: str, cells: list[Any], row: dict[str, Any]) -> None:
+        print(f"| {case} | {' | '.join(map(cell, cells))} |", flush=True)
+        self.rows.append({"case": case, **row})
+        if self.path is not None:  # a run that is stopped from outside leaves what it has
+            self.path.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1), "utf-8")
+
+    def run(self, case: str, budget_s: float, run: Callable[[], None]) -> None:
+        """Runs a case within its budget; what goes wrong in it is a row too."""
+        left = self.ends_s - time.perf_counter()
+        if left < 5:
+            self.show(case, ["left out: the time is over"], {"left out": True})
+            return
+        try:
+            with within(min(budget_s, left)):
+                run()
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            self.show(case, [f"not measured: {said}"], {"error": said})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def header(first: str, columns: tuple[str, ...]) -> None:
+    """Prints the first two lines of a table in Markdown."""
+    print(f"\n| {first} | {' | '.join(columns)} |\n" + "|---" * (1 + len(columns)) + "|", flush=True)
+
+
+def compare(report: Report, target: Target, place: Place) -> None:
+    """The rows of one case with a target."""
+
+    def run() -> None:
+        for line in target.run(place):
+            ratio = None if line.theirs is None else line.ours / line.theirs
+            cells = [line.quantity, line.ours, line.peer, line.theirs, ratio, line.target]
+            report.show(target.name, cells, {**line._asdict(), "ratio": ratio})
+
+    report.run(target.name, target.budget_s, run)
 
 
 def main(args: list[str] | None = None) -> list[dict]:
-    """Runs the cases and prints the table; returns its rows, which are empty if only a plan was printed.
+    """Runs the cases and prints their rows; returns them, none if only a plan was printed.
 
     Args:
         args: of the command line; None: ``sys.argv``.
     """
+    names = [case.name for case in (*TARGETS, *CASES)]
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy size")
+    parser.add_argument("--cpu", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each module, at least 3")
-    parser.add_argument("--only", action="append", help="a module's name as the table has it; may be repeated")
+    parser.add_argument("--seconds", type=float, default=470, help="after which no case begins")
+    parser.add_argument("--only", action="append", help=f"a case; may be repeated: {', '.join(names)}")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     given = parser.parse_args(args)
     if given.steps < 3:
         parser.error(f"--steps={given.steps} must be at least 3: the first warms up, the last is counted")
+    targets = [target for target in TARGETS if not given.only or target.name in given.only]
     cases = [case for case in CASES if not given.only or case.name in given.only]
-    if not cases:
-        parser.error(f"--only {given.only} names no module; there are {', '.join(case.name for case in CASES)}")
-    size = TINY if given.tiny else HALF_BILLION
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print(plan(size, cases))
+    if not targets and not cases:
+        parser.error(f"--only {given.only} names no case; there are {', '.join(names)}")
+    if not given.cpu and not torch.cuda.is_available():
+        print(f"No CUDA device here. On one, this would run within {given.seconds:.0f} s: "
+              f"{', '.join(case.name for case in (*targets, *cases))}.\n"
+              "python -m benchmarks.gpu --cpu runs all but vLLM's at toy size.")  # fmt: skip
         return []
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    if device.type == "cpu" or find_spec("vllm") is None:
-        for case in cases:
-            if case.is_vllm:
-                print(f"{case.name}: left out, needs vLLM and a CUDA device")
-        cases = [case for case in cases if not case.is_vllm]
-    speed = speeds(device, 256 if given.tiny else 8192)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}: {speed['matmul'] / 1e12:.3g} Tflop/s in a matrix product, {speed['bandwidth'] / 1e9:.3g} GB/s")
-    rows = []
+    device = torch.device("cpu") if given.cpu else torch.device("cuda", 0)
+    size = TINY if given.cpu else HALF_BILLION
+    speed = speeds(device, 256 if given.cpu else 8192)
+    name = "CPU" if given.cpu else torch.cuda.get_device_name(device)
+    print(f"{name}, torch {torch.__version__}: {speed['matmul'] / 1e12:.3g} Tflop/s in a matrix product, "
+          f"{speed['bandwidth'] / 1e9:.3g} GB/s", flush=True)  # fmt: skip
+    report = Report(given.seconds, given.json, {"device": name, "torch": torch.__version__, **speed})
+    place = Place(device, given.cpu, speed["matmul"])
+    if targets:
+        header("case", ("quantity", "ours", "peer", "its", "ratio", "target"))
+    for target in targets:
+        compare(report, target, place)
+    if cases:
+        header("module", COLUMNS)
+        measure_modules(report, cases, size, device, given.steps, speed)
+    return report.rows
+
+
+def measure_modules(
+    report: Report, cases: list[Case], size: Size, device: torch.device, steps: int, speed: dict[str, float]
+) -> None:
+    """The rows of the modules."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "small").mkdir()
@@ -256,12 +322,15 @@ def main(args: list[str] | None = None) -> list[dict]:
             if any(case.name == "RLHFPPO" for case in cases):
                 write_judge(of, where)
         for case in cases:
-            rows.append(measure(case, size, folder, device, given.steps, speed))
-            print(f"{case.name}: {rows[-1]['seconds']:.0f} s", flush=True)
-    print(f"\n{table(rows)}")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"device": name, **speed, "rows": rows}, indent=1), "utf-8")
-    return rows
+            if case.is_vllm and (device.type == "cpu" or find_spec("vllm") is None):
+                print(f"| {case.name} | left out: needs vLLM and a CUDA device |", flush=True)
+                continue
+
+            def run(case: Case = case) -> None:
+                row = measure(case, size, folder, device, steps, speed)
+                report.show(case.name, [row.get(column) for column in COLUMNS], row)
+
+            report.run(case.name, 60, run)
 
 
 if __name__ == "__main__":

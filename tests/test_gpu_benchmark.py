@@ -1,44 +1,81 @@
 """The benchmark for GPUs runs here at toy size, and without a GPU says what it would do."""
 
 import json
+import time
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.gpu import Waits, main
 from benchmarks.gpu_cases import CASES
+from benchmarks.gpu_targets import TARGETS, Line, Target
+from tests.marks import quick
+
+NAMES = [case.name for case in (*TARGETS, *CASES)]
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
+def test_without_a_gpu_it_says_what_it_would_do(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("without_gpu")
-def test_without_a_gpu_it_says_what_it_would_do(capsys):
     assert main([]) == []
     out = capsys.readouterr().out
-    assert all(f"  {case.name}: " in out for case in CASES)
-    assert {"GRPO, 8 rows in flight", "GRPO, static cache", "GRPO, vLLM"} <= {case.name for case in CASES}
-    assert "16 x (128 + 384) tokens a step" in out and "--tiny --device cpu" in out
+    assert all(name in out for name in NAMES) and "--cpu runs all but vLLM's at toy size" in out
+
+
+def test_the_cases_fit_into_eight_minutes():
+    assert sum(target.budget_s for target in TARGETS) <= 420
 
 
 @pytest.mark.slow
-def test_every_module_runs_at_toy_size(tmp_path, capsys):
-    rows = main(["--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json")])
-    cases = [case for case in CASES if not case.is_vllm]
-    assert [row["case"] for row in rows] == [case.name for case in cases]
-    assert {"SFT", "RewardModel", "GRPO", "RLHFPPO", "PPO", "DQN"} <= {row["case"] for row in rows}
-    for row, case in zip(rows, cases, strict=True):
-        assert row["resume exact"] is True and row["peak GiB"] > 0 and row["waits/step"] > 0
-        if case.is_language:
-            assert row["training tokens/s"] > 0 and 0 < row["of matmul speed"] < 1
-        if case.name.startswith(("GRPO", "RLHF")):
-            assert row["sampling tokens/s"] > 0
+def test_every_case_runs_at_toy_size(tmp_path, capsys):
+    rows = main(["--cpu", "--json", str(tmp_path / "gpu.json")])
+    assert [row for row in rows if "error" in row or "left out" in row] == []
+    by_name = {name: [row for row in rows if row["case"] == name] for name in NAMES if name != "GRPO, vLLM"}
+    assert all(by_name.values())
+    for case in CASES:
+        for row in by_name.get(case.name, ()):
+            assert row["resume exact"] is True and row["peak GiB"] > 0 and row["waits/step"] > 0
+            if case.is_language:
+                assert row["training tokens/s"] > 0 and 0 < row["of matmul speed"] < 1
+            if case.name.startswith(("GRPO", "RLHF")):
+                assert row["sampling tokens/s"] > 0
+    quantities = {row["quantity"]: row["ours"] for target in TARGETS for row in by_name[target.name]}
+    assert {"ms a step, 4 x 16", "a step, s", "updates/s, graph"} <= quantities.keys()
+    assert all(quantities[name] > 0 for name in ("a step, s", "updates/s, graph", "first step, s"))
+    assert "needs vLLM and a CUDA device" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == json.loads(json.dumps(rows))
+
+
+@pytest.mark.parametrize("name", quick(["SAC", "TD3"], "TD3"))
+def test_a_pair_of_control(name, capsys):
+    rows = main(["--cpu", "--only", name])
+    assert [row["peer"] for row in rows] in (["eager"], ["eager", "Stable-Baselines3"])
+    assert all(row["ours"] > 0 and row["ratio"] == row["ours"] / row["theirs"] for row in rows)
+    assert f"| {name} | updates/s, graph | " in capsys.readouterr().out
+
+
+def slow(place):
+    yield Line("begun", 1.0)
+    while True:
+        time.sleep(0.01)
+
+
+def wrong(place):
+    raise RuntimeError("of no\nuse")
+    yield Line("never", 1.0)
+
+
+def test_a_case_that_takes_too_long_or_fails_leaves_the_others(monkeypatch, capsys, tmp_path):
+    cases = (Target("slow", slow, 1), Target("wrong", wrong, 5), Target("fine", lambda _: iter([Line("x", 2.0)]), 5))
+    monkeypatch.setattr(gpu, "TARGETS", cases)
+    monkeypatch.setattr(gpu, "CASES", ())
+    rows = main(["--cpu", "--json", str(tmp_path / "gpu.json")])
+    assert [row["case"] for row in rows] == ["slow", "slow", "wrong", "fine"]
     out = capsys.readouterr().out
-    assert all(f"| {case.name} |" in out for case in cases)
-    assert "GRPO, vLLM: left out, needs vLLM and a CUDA device" in out
-    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == len(cases)
+    assert "| slow | not measured: TimeoutError: stopped after 1 s |" in out
+    assert "| wrong | not measured: RuntimeError: of no use |" in out and "| fine | x | 2 |" in out
+    main(["--cpu", "--seconds", "1"])
+    assert "| fine | left out: the time is over |" in capsys.readouterr().out
 
 
 def test_waits_are_counted():
