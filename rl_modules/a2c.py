@@ -49,9 +49,6 @@ class A2C(ActorCriticModule):
     def prepare(self, rollout: Rollout) -> Minibatch:
         """Computes advantages and returns of a rollout, whose fields are those of
         :class:`~rl_modules.contract.Rollout`.
-
-        Returns:
-            The fields that :meth:`training_step` reads: observation, action, value, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]

@@ -119,11 +119,7 @@ def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
 
 
 def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
-    """Makes a noise from what :func:`to_plain` returned; an :class:`ActionNoise` is returned unchanged.
-
-    Raises:
-        UsageError: the class is not one of this module's, or does not take one of the arguments.
-    """
+    """Makes a noise from what :func:`to_plain` returned; an :class:`ActionNoise` is returned unchanged."""
     if data is None or isinstance(data, ActionNoise):
         return data
     known = {cls.__name__: cls for cls in (NormalActionNoise, OrnsteinUhlenbeckActionNoise)}
@@ -137,11 +133,7 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
 
 
 def check_width(noise: ActionNoise, width: int) -> None:
-    """Refuses a noise whose numbers per dimension do not fit the action.
-
-    Raises:
-        UsageError: names the argument, its length and the action's.
-    """
+    """Refuses a noise whose numbers per dimension do not fit the action."""
     for name in ("mean", "sigma", "initial_noise"):
         value = getattr(noise, name, None)
         if isinstance(value, Tensor) and value.dim() and len(value) != width:

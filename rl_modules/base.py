@@ -36,7 +36,6 @@ from rl_modules.common.factories import (
     warn_of_missing,
 )
 from rl_modules.common.factories import build as made_by
-from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.masks import split_space
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
@@ -54,7 +53,7 @@ from rl_modules.contract import (
 )
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, draw_over, finish_batch, resume_training
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
 from rl_modules.fast.graphs import is_recording
@@ -222,11 +221,7 @@ class ControlModule(Algorithm):
 
     @property
     def source(self) -> ExperienceSource:
-        """The datamodule of the run.
-
-        Raises:
-            UsageError: the Trainer was given none.
-        """
+        """The datamodule of the run."""
         datamodule = getattr(self.trainer, "datamodule", None)
         if datamodule is None:
             raise UsageError(f"{type(self).__name__} learns from a datamodule: give the Trainer's fit "
@@ -248,12 +243,7 @@ class ControlModule(Algorithm):
         return getattr(self, "gamma", None)
 
     def configure_model(self) -> None:
-        """Builds the network from the spaces; at the start of ``fit`` resets the state of the run.
-
-        Raises:
-            UsageError: spaces, strategy or precision that the algorithm does not support, or a datamodule that lacks
-                what it reads.
-        """
+        """Builds the network from the spaces; at the start of ``fit`` resets the state of the run."""
         check_trainer(self)
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
             check_source(self, self.source, self.is_fitting)
@@ -306,11 +296,7 @@ class ControlModule(Algorithm):
                 torch._foreach_copy_(copies, originals)
 
     def check_spaces(self) -> None:
-        """Refuses an action space that the algorithm does not support.
-
-        Raises:
-            UsageError: names the space and the algorithm.
-        """
+        """Refuses an action space that the algorithm does not support."""
         if not isinstance(self.action_space, self.supported_action_spaces):
             fitting = ", ".join(space.__name__ for space in self.supported_action_spaces)
             raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
@@ -343,14 +329,13 @@ class ControlModule(Algorithm):
         return exploring_act(self) if self.hparams.get("use_sde") else self.act
 
     def prepare(self, rollout: Any) -> Minibatch:
-        """Computes the inputs of the loss from new experience; called once per rollout, or per sample from the buffer.
+        """Computes the inputs of the loss from new experience; called once per rollout, or per sample of the buffer.
 
         Args:
             rollout: a :class:`~rl_modules.contract.Rollout` or :class:`~rl_modules.contract.Replayed`.
 
         Returns:
-            A :class:`~rl_modules.contract.Minibatch` of all its rows, with the fields that ``training_step``
-            reads.
+            A :class:`~rl_modules.contract.Minibatch` of all its rows, with the fields that ``training_step`` reads.
         """
         raise UsageError(f"{type(self).__name__} must define prepare")
 

@@ -157,15 +157,6 @@ class CrossQ(SAC):
 class RenormalizedCritics(Critics):
     """:class:`~rl_modules.networks.critics.Critics` with a BatchRenorm before every layer.
 
-    Args:
-        observation_space: space of one observation.
-        width: A, numbers per action.
-        n_critics: K.
-        net_arch: widths of the hidden layers.
-        activation_fn: ``relu``, ``tanh``, …
-        n_outputs: numbers per action value.
-        renorm: momentum, ε and warm-up of the layers.
-
     Shape: observations [B, *obs] and actions in [-1, 1] [B, A] → [K, B, n_outputs] float32.
     """
 

@@ -76,11 +76,7 @@ class DQN(ControlModule):
     _target_seen_at: int = persistent(0)
 
     def check_spaces(self) -> None:
-        """Refuses an action space without a finite number of actions.
-
-        Raises:
-            UsageError: names the space and the algorithms that fit.
-        """
+        """Refuses an action space without a finite number of actions."""
         require_finite_actions(type(self).__name__, self.action_space)
 
     def build_network(self) -> None:
@@ -115,16 +111,7 @@ class DQN(ControlModule):
         return {"action": epsilon_greedy(greedy, self.exploration_rate, self.action_space, mask, generator)}
 
     def prepare(self, sample: Replayed) -> Minibatch:
-        """Computes, for all minibatches of a round at once, the values that do not change during the round.
-
-        Args:
-            sample: M replayed transitions.
-
-        Returns:
-            The fields that :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n
-            steps), discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double`` next_observation,
-            without it target, with prioritised replay weight and index.
-        """
+        """Computes, for all minibatches of a round at once, the values that do not change during the round."""
         self.update_target()
         kept: Any = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:

@@ -20,18 +20,7 @@ def epsilon_greedy(
     mask: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Replaces best actions by uniformly random ones with probability ε; each environment draws its own coin.
-
-    Args:
-        greedy: the best actions, [N] int64.
-        epsilon: ε, in [0, 1].
-        action_space: of one environment.
-        mask: true where an action is allowed, [N, A]; None: all are.
-        generator: source of the randomness; None: torch's global one.
-
-    Returns:
-        [N] int64.
-    """
+    """Replaces best actions by uniformly random ones with probability ε; each environment draws its own coin."""
     device = greedy.device if generator is None else generator.device
     explores = torch.rand(len(greedy), generator=generator, device=device) < epsilon
     if mask is None:
@@ -42,15 +31,7 @@ def epsilon_greedy(
 
 
 def require_finite_actions(name: str, action_space: spaces.Space) -> None:
-    """Refuses an action space without a finite number of actions.
-
-    Args:
-        name: of the algorithm.
-        action_space: of one environment.
-
-    Raises:
-        UsageError: names the space and the algorithms that fit.
-    """
+    """Refuses an action space without a finite number of actions."""
     if not isinstance(action_space, spaces.Discrete):
         raise UsageError(
             f"{name} compares the values of all actions, for which the action space must be Discrete, not "
@@ -63,11 +44,7 @@ EPSILON = 1e-6
 
 
 class NoiseMatrices:
-    """The matrices that turn features into noise in one rollout, one per environment.
-
-    Args:
-        sample_freq: steps after which new matrices are drawn; -1: once per rollout.
-    """
+    """The matrices that turn features into noise in one rollout, one per environment."""
 
     def __init__(self, sample_freq: int) -> None:
         self.sample_freq = sample_freq
@@ -75,13 +52,7 @@ class NoiseMatrices:
         self.standard: Tensor | None = None
 
     def next(self, n: int, std: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """Returns the matrices of the next step, [n, H, A]; None if this is not a step of the rollout's environments.
-
-        Args:
-            n: number of rows.
-            std: standard deviation of the matrices' entries, [H, A].
-            generator: source of the randomness.
-        """
+        """Returns the matrices of the next step, [n, H, A]; None if it is none of the rollout's."""
         is_due = self.standard is None or (self.sample_freq > 0 and self.steps % self.sample_freq == 0)
         if self.standard is not None and len(self.standard) != n:
             return None
@@ -98,12 +69,6 @@ class StateDependentGaussian(DiagGaussian):
 
     Within a rollout the noise is zᵀE. The entries of E are N(0, σ²) and are drawn once for several steps; each step's
     action has the distribution above. Elsewhere :meth:`sample` draws from that distribution.
-
-    Args:
-        mean: μ(s), [B, A].
-        log_std: log σ, [H, A].
-        features: z, [B, H].
-        shape: of an action that is no vector, with A entries; None: [A].
 
     Source: Raffin et al. 2021, arXiv:2005.05719, section 3; ε of the variance as in Stable-Baselines3.
     """

@@ -17,15 +17,7 @@ def trainable(module: nn.Module) -> list[Any]:
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a loss.
-
-    Args:
-        loss: a scalar.
-        parameters: which; none: all are frozen.
-
-    Returns:
-        One gradient per parameter; None if the loss does not depend on it, so that the optimizer leaves it unchanged.
-    """
+    """Returns the gradients of a loss."""
     if not parameters:
         return ()
     return torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -34,17 +26,7 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None
 def averaged(
     parameters: Sequence[Tensor], found: Sequence[Tensor | None], mean: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
-    """Averages gradients over ranks.
-
-    Args:
-        parameters: whose gradients they are; none: nothing is averaged.
-        found: this rank's, as :func:`gradients` returns them.
-        mean: returns the mean of a tensor over ranks; all ranks call it together.
-
-    Returns:
-        One gradient per parameter; None if no rank has one, because with zeros the optimizer's momentum would still
-        move the parameter.
-    """
+    """Averages gradients over ranks."""
     if not parameters:
         return []
     first = parameters[0]
@@ -62,9 +44,6 @@ class GradientHooks:
 
     Under automatic optimization Lightning calls them. The objects that define them are looked up once, because updates
     are short.
-
-    Args:
-        trainer: the Trainer of the run.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:

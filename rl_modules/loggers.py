@@ -27,61 +27,30 @@ FILLED_IN = ("observation_space", "action_space", "description")
 
 
 class LoggerAdapter:
-    """Writes what a logger shows besides scalars. The base class writes settings alone.
-
-    Args:
-        logger: Lightning's.
-    """
+    """Writes what a logger shows besides scalars. The base class writes settings alone."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Writes a run's settings before its first step.
-
-        Args:
-            settings: what :func:`flat_settings` returned.
-        """
+        """Writes a run's settings before its first step."""
         self.logger.log_hyperparams(settings)
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
-        """Shows the first rows of a table of texts and numbers.
-
-        Args:
-            name: the table's.
-            columns: values by heading, all of one length.
-            rows: how many to show.
-            step: place on the x-axis.
-        """
+        """Shows the first rows of a table of texts and numbers."""
 
     def write_learning_curve(self, name: str, value: float, step: int) -> None:
-        """Shows a curve before the others, if the logger orders curves.
-
-        Args:
-            name: the metric's.
-            value: one point.
-            step: place on the x-axis.
-        """
+        """Shows a curve before the others, if the logger orders curves."""
 
     def write_histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Shows how numbers are distributed.
-
-        Args:
-            name: the histogram's.
-            values: any shape.
-            step: place on the x-axis.
-        """
+        """Shows how numbers are distributed."""
 
     def position(self) -> dict[str, Any]:
         """Returns the position up to which data is written, as plain data for a checkpoint."""
         return {}
 
     def cut(self, position: Mapping[str, Any]) -> None:
-        """Removes what was written after a checkpoint, because the resumed run writes it again.
-
-        Args:
-            position: what :meth:`position` returned when the checkpoint was written.
-        """
+        """Removes what was written after a checkpoint, because the resumed run writes it again."""
 
 
 class TensorBoardAdapter(LoggerAdapter):
@@ -207,11 +176,7 @@ _ADAPTERS: tuple[tuple[type[Logger], type[LoggerAdapter]], ...] = (
 
 
 def adapters(trainer: Any) -> list[LoggerAdapter]:
-    """Returns the adapters of a Trainer's loggers, in their order; none on ranks other than the first.
-
-    Args:
-        trainer: Lightning's.
-    """
+    """Returns the adapters of a Trainer's loggers, in their order; none on ranks other than the first."""
     if not trainer.is_global_zero:
         return []
     return [
@@ -223,9 +188,6 @@ def adapters(trainer: Any) -> list[LoggerAdapter]:
 def log_settings(trainer: Any) -> None:
     """Writes the settings of a run to each logger, unless ``enable_autolog_hparams`` is false; called before its first
     step.
-
-    Args:
-        trainer: Lightning's.
     """
     settings = flat_settings(trainer.lightning_module, trainer.datamodule)
     for adapter in adapters(trainer) if trainer.enable_autolog_hparams else ():
@@ -278,11 +240,6 @@ _ENTITIES = str.maketrans({character: f"&#{ord(character)};" for character in "&
 def markdown_table(columns: Mapping[str, Sequence[Any]], rows: int = 8, width: int = 500) -> str:
     """Formats a Markdown table, which shows every text as it is: no text breaks the layout, or becomes an image or a
     link.
-
-    Args:
-        columns: values by heading, all of one length.
-        rows: how many to show.
-        width: characters of a text to show; the rest is cut off with an ellipsis.
     """
     lines = [f"| {' | '.join(_cell(name, width) for name in columns)} |", f"|{'---|' * len(columns)}"]
     for values in list(zip(*columns.values(), strict=True))[:rows]:

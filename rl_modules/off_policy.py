@@ -81,11 +81,7 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise.reset()
 
     def check_spaces(self) -> None:
-        """Refuses actions that are no bounded Box of floats.
-
-        Raises:
-            UsageError: names the space and the algorithms that fit.
-        """
+        """Refuses actions that are no bounded Box of floats."""
         name, space = type(self).__name__, self.action_space
         if not isinstance(space, spaces.Box):
             raise UsageError(f"{name} acts with numbers between bounds, for which the action space must be a Box, not "
@@ -118,21 +114,11 @@ class OffPolicyActorCritic(ControlModule):
         self.target_network = self.make_target().requires_grad_(False)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        """Returns the policy network, from observations to what :meth:`choose` reads.
-
-        Args:
-            width: numbers per action.
-            net_arch: hidden widths.
-        """
+        """Returns the policy network, from observations to what :meth:`choose` reads."""
         raise UsageError(f"{type(self).__name__} must define make_policy")
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
-        """Returns the action-value networks.
-
-        Args:
-            width: numbers per action.
-            net_arch: hidden widths.
-        """
+        """Returns the action-value networks."""
         hp: Any = self.hparams
         return Critics(self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs)
 
@@ -195,16 +181,7 @@ class OffPolicyActorCritic(ControlModule):
         raise UsageError(f"{type(self).__name__} must define noise_shape")
 
     def prepare(self, sample: Replayed) -> Minibatch:
-        """Computes, for all minibatches of a round at once, the inputs that do not depend on the networks.
-
-        Args:
-            sample: M replayed transitions.
-
-        Returns:
-            What ``training_step`` reads, [M] each: observation, next_observation, action (in [-1, 1], [M, A]), reward
-            (Σ_k γ^k r_k over up to n steps), discount (γ^n), terminated, noise ([M, *noise_shape]), and with
-            prioritised replay weight and index.
-        """
+        """Computes, for all minibatches of a round at once, the inputs that do not depend on the networks."""
         kept: Any = {k: x for k, x in sample.items() if k != "n_steps"}
         kept["action"] = self.network.bounds.from_box(sample["action"])
         kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)

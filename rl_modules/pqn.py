@@ -25,12 +25,6 @@ from rl_modules.networks.layers import activation, hidden_widths, last_layer
 class NormalizedQNetwork(nn.Module):
     """Q(s, ·) with layer normalisation, which stands in for a target network.
 
-    Args:
-        observation_space: space of one observation.
-        n_actions: number of actions.
-        net_arch: widths of the hidden layers; None: [120, 84], and [512] after a convolutional encoder.
-        activation_fn: ``tanh``, ``relu``, …
-
     Shape: [B, *obs] → [B, n_actions] float32.
     """
 
@@ -85,11 +79,7 @@ class PQN(ControlModule):
     exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
 
     def check_spaces(self) -> None:
-        """Refuses an action space without a finite number of actions.
-
-        Raises:
-            UsageError: names the space and the algorithms that fit.
-        """
+        """Refuses an action space without a finite number of actions."""
         require_finite_actions(type(self).__name__, self.action_space)
 
     def build_network(self) -> None:
@@ -111,11 +101,7 @@ class PQN(ControlModule):
         return {"action": action, "value": value}
 
     def prepare(self, rollout: Rollout) -> Minibatch:
-        """Computes the targets of a rollout, see :class:`~rl_modules.contract.Rollout`.
-
-        Returns:
-            The fields that :meth:`training_step` reads: observation, action, returns (G).
-        """
+        """Computes the targets of a rollout, see :class:`~rl_modules.contract.Rollout`."""
         return {"observation": rollout["observation"], "action": rollout["action"], "returns": self.td_target(rollout)}
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:

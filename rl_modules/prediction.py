@@ -30,20 +30,7 @@ class Observes(Protocol):
 
 
 def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
-    """Converts one observation or a batch to tensors on the module's device, normalised and with their masks.
-
-    Args:
-        module: an algorithm whose network has been built.
-        observation: as the environment returns it, alone or with a leading batch dimension.
-        action_masks: true where an action is allowed; None: the observation's own ``action_mask``, if it has one and
-            the module was trained with such.
-
-    Returns:
-        The argument of ``act`` with a batch dimension, the number of observations, and whether there was one without.
-
-    Raises:
-        UsageError: an observation or a mask of another shape than its space.
-    """
+    """Converts one observation or a batch to tensors on the module's device, normalised and with their masks."""
     space = module.observation_space
     try:
         observation, mask = split_mask(observation)
@@ -73,17 +60,7 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
 
 
 def mask_rows(space: spaces.Space, mask: Any, n: int, may_be_over: bool = False) -> np.ndarray:
-    """Action masks of n observations, [n, size] bool.
-
-    Args:
-        space: of the actions.
-        mask: n masks.
-        n: observations.
-        may_be_over: treat a row that allows no action as that of an ended episode, and allow all actions.
-
-    Raises:
-        UsageError: another shape, or a row that allows nothing.
-    """
+    """Action masks of n observations, [n, size] bool."""
     array, size = flat_mask(mask), mask_size(space)
     if size is None or array.size != n * size:
         raise UsageError(f"action_masks has {array.size} entries; {n} observations and the action space {space} need "

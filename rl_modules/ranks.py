@@ -22,12 +22,7 @@ def is_alone(trainer: Trainer | None) -> bool:
 
 
 def std_mean(x: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
-    """Standard deviation (unbiased) and mean of a minibatch, scalars.
-
-    Args:
-        x: this rank's part, [B], on the strategy's device; several ranks: of any length, 0 too.
-        alone: false where the minibatch is spread over ranks, which call this together.
-    """
+    """Standard deviation (unbiased) and mean of a minibatch, scalars."""
     if alone:
         return torch.std_mean(x)
     wide = x.double()
@@ -41,13 +36,7 @@ def std_mean(x: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
 
 
 def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
-    """``F.explained_variance`` over the transitions of all ranks, a scalar.
-
-    Args:
-        value: this rank's V, [B], on the strategy's device; several ranks: of any length, 0 too.
-        returns: R, [B].
-        alone: false where there are several ranks, which call this together.
-    """
+    """``F.explained_variance`` over the transitions of all ranks, a scalar."""
     if alone:
         return F.explained_variance(value, returns)
     wide = torch.stack([returns - value, returns]).detach().double()
@@ -61,12 +50,7 @@ def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
 
 
 def rank_weight(n: int, device: torch.device) -> float:
-    """Returns the factor on this rank's mean over ``n`` transitions that makes the mean over ranks that over all.
-
-    Args:
-        n: transitions in this rank's minibatch.
-        device: the strategy's.
-    """
+    """Returns the factor on this rank's mean over ``n`` transitions that makes the mean over ranks that over all."""
     total = torch.tensor(float(n), dtype=torch.float32, device=device)
     distributed.all_reduce(total)
     return n * distributed.get_world_size() / float(total)
@@ -80,16 +64,7 @@ def largest(n: int, device: torch.device) -> int:
 
 
 def episodes_of_all_ranks(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Returns the evaluation episodes of all ranks, in their order; all ranks call it together.
-
-    Args:
-        batch: this rank's: return [E] and length [E], and success [E] where its environments say so.
-        device: the strategy's, where collectives take their tensors.
-
-    Returns:
-        The same fields, on the device. success is 0 for the episodes of a rank that does not know it, and left out
-        where none does.
-    """
+    """Returns the evaluation episodes of all ranks, in their order; all ranks call it together."""
     names = ("return", "length", "success")
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, {name: batch[name].cpu() for name in names if name in batch})
@@ -116,12 +91,7 @@ def cpu_group() -> Any:
 
 
 def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
-    """Returns the parts of a checkpoint of the ranks after the first; an empty list for one process.
-
-    Args:
-        own: this rank's part; tensors on the CPU.
-        trainer: Trainer of the run; its ranks call this together.
-    """
+    """Returns the parts of a checkpoint of the ranks after the first; an empty list for one process."""
     if trainer is None or is_alone(trainer):
         return []
     gathered: list[Any] = [None] * trainer.world_size
@@ -130,13 +100,7 @@ def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
 
 
 def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:
-    """Returns this rank's part of a checkpoint.
-
-    Args:
-        first: the first rank's part.
-        others: what :func:`of_other_ranks` returned.
-        trainer: Trainer of the run that loads it; ranks that the checkpoint does not have get the first rank's part.
-    """
+    """Returns this rank's part of a checkpoint."""
     rank = 0 if trainer is None else trainer.global_rank
     return others[rank - 1] if 0 < rank <= len(others) else first
 

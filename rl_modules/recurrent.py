@@ -114,16 +114,7 @@ class RecurrentMixin(ActorCriticModule):
     def policy_and_value(
         self, observation: Any, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Distribution, Tensor]:
-        """Returns π(·|s) and V(s) along sequences, both flat over [B·L].
-
-        Args:
-            observation: B sequences of L steps, [B, L, *obs], or nested dictionaries of such.
-            state: of the memory before the first step, [B, K, H]; None: every sequence begins an episode.
-            starts: true where a step begins an episode, [B, L]; None: nowhere after the first.
-
-        Raises:
-            UsageError: observations without the dimension of the steps.
-        """
+        """Returns π(·|s) and V(s) along sequences, both flat over [B·L]."""
         first = tree_leaves(split_mask(observation)[0])[0]
         if first.ndim != 2 + np.ndim(tree_leaves(example_arrays(self.observation_space))[0]):
             raise UsageError(f"observation has shape {tuple(first.shape)}; a policy with memory reads sequences, "
@@ -133,12 +124,7 @@ class RecurrentMixin(ActorCriticModule):
         return self._evaluate(observation, state, starts)[:2]
 
     def prepare(self, rollout: Rollout) -> Minibatch:
-        """Returns the algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.
-
-        Returns:
-            What :meth:`training_step` reads: the algorithm's fields, episode_start, state [T/L, N, K, H], burn_in
-            where there is one, and counts where rows of the rollout are no transitions.
-        """
+        """Returns the algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each."""
         stored: Any = rollout
         steps, n = rollout["reward"].shape
         length = self.steps_per_sequence(steps)
@@ -158,14 +144,7 @@ class RecurrentMixin(ActorCriticModule):
         return {**prepared, "valid": rows}
 
     def in_sequences(self, fields: Any) -> Any:
-        """Cuts fields of a rollout into sequences; a subclass's ``prepare`` must do so with fields that it adds.
-
-        Args:
-            fields: a tensor [T, N, …], or nested dictionary of such.
-
-        Returns:
-            The same of [T/L, N, L, …].
-        """
+        """Cuts fields of a rollout into sequences; a subclass's ``prepare`` must do so with fields that it adds."""
 
         def cut(x: Tensor) -> Tensor:
             length = self.steps_per_sequence(len(x))
@@ -174,11 +153,7 @@ class RecurrentMixin(ActorCriticModule):
         return tree_map(cut, fields)
 
     def steps_per_sequence(self, steps: int) -> int:
-        """Returns L: ``sequence_length``, or as many of a rollout's ``steps`` as a minibatch holds.
-
-        Raises:
-            UsageError: ``sequence_length`` does not divide the rollout, or is more than a minibatch.
-        """
+        """Returns L: ``sequence_length``, or as many of a rollout's ``steps`` as a minibatch holds."""
         batch_size = cast(RolloutSource, self.source).batch_size
         length = self.hparams["sequence_length"]
         if length is None:
@@ -190,12 +165,7 @@ class RecurrentMixin(ActorCriticModule):
 
     @staticmethod
     def _burn_in(rollout: Any, steps: int, length: int, burn_in: int) -> dict[str, Any]:
-        """Returns the ``burn_in`` steps before each sequence, and the recurrent state before the first of them.
-
-        Returns:
-            observation and episode_start [T/L, N, burn_in, …], state [T/L, N, K, H], and exists [T/L, N]: false where
-            the rollout holds fewer steps before the sequence, which then begins from its stored state.
-        """
+        """Returns the ``burn_in`` steps before each sequence, and the recurrent state before the first of them."""
         begins = torch.arange(0, steps, length)
         first = begins - burn_in
         index = (first[:, None] + torch.arange(burn_in)).clamp_min(0)

@@ -65,11 +65,7 @@ class REINFORCE(ActorCriticModule):
         return {"action": action, "value": value} if self.has_critic else {"action": action}
 
     def prepare(self, rollout: Rollout) -> Minibatch:
-        """Computes weights and, with a critic, returns; see :class:`~rl_modules.contract.Rollout`.
-
-        Returns:
-            The fields that :meth:`training_step` reads: observation, action, weight, and returns.
-        """
+        """Computes weights and, with a critic, returns; see :class:`~rl_modules.contract.Rollout`."""
         prepared: Minibatch = {"observation": rollout["observation"], "action": rollout["action"]}
         prepared["weight"] = self.weights(rollout)
         if self.has_critic:
@@ -116,16 +112,7 @@ class REINFORCE(ActorCriticModule):
 
 
 def at_first_transition(x: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-    """Returns, for every transition, the value of ``x`` at the first transition of its episode in the rollout.
-
-    Args:
-        x: [T, N].
-        ended: true in an episode's last transition, [T, N].
-        valid: false in reset rows, [T, N], which belong to no episode.
-
-    Returns:
-        [T, N].
-    """
+    """Returns, for every transition, the value of ``x`` at the first transition of its episode in the rollout."""
     time = torch.arange(len(x), device=x.device).unsqueeze(1).expand_as(x)
     begins = torch.ones_like(ended)
     begins[1:] = ended[:-1] | ~valid[:-1]

@@ -22,11 +22,7 @@ from rl_modules.off_policy import OffPolicyActorCritic
 
 
 def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
-    """Returns the initial value of α, and whether it is learned.
-
-    Raises:
-        UsageError: neither a number ≥ 0 nor ``auto`` nor ``auto_<number>``.
-    """
+    """Returns the initial value of α, and whether it is learned."""
     text = str(ent_coef)
     learned = text.startswith("auto")
     number = {"auto": "1.0"}.get(text, text.removeprefix("auto_"))
@@ -143,11 +139,7 @@ class SAC(OffPolicyActorCritic):
         return {**weights, "log_ent_coef": torch.full_like(self.log_ent_coef, math.log(self.initial_ent_coef))}
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores a run; a new value of ``ent_coef`` overrides the checkpoint's α.
-
-        Raises:
-            UsageError: a fit resumes with a fixed α in place of a learned one, or the reverse.
-        """
+        """Restores a run; a new value of ``ent_coef`` overrides the checkpoint's α."""
         super()._on_load_checkpoint(checkpoint)
         if self.is_fitting and ("log_ent_coef" in checkpoint["state_dict"]) != self.learns_ent_coef:
             before = settings_of(checkpoint).get("ent_coef")

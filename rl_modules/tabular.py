@@ -124,11 +124,7 @@ class TabularControl(ControlModule):
         self._model: Any = None
 
     def _setup(self, stage: str) -> None:
-        """Checks the settings, and reads the environment's transition table if it has one.
-
-        Raises:
-            UsageError: spaces without a finite table, several processes, or episodes without an end.
-        """
+        """Checks the settings, and reads the environment's transition table if it has one."""
         super()._setup(stage)
         self.configure_model()
         if self.trainer.world_size > 1:
@@ -143,11 +139,7 @@ class TabularControl(ControlModule):
         return {**super().__getstate__(), "_model": None}
 
     def check_spaces(self) -> None:
-        """Refuses spaces without a finite table.
-
-        Raises:
-            UsageError: names the space and the algorithms that fit.
-        """
+        """Refuses spaces without a finite table."""
         name = type(self).__name__
         if not isinstance(self.observation_space, spaces.Discrete):
             advice = "DQN, REINFORCE, A2C, TRPO and PPO fit"

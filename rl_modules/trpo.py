@@ -105,11 +105,7 @@ class TRPO(ActorCriticModule):
         return {"action": action, "log_prob": policy.log_prob(action), "value": value}
 
     def prepare(self, rollout: Rollout) -> Minibatch:
-        """Computes advantages and returns of a :class:`~rl_modules.contract.Rollout`.
-
-        Returns:
-            The fields that :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
-        """
+        """Computes advantages and returns of a :class:`~rl_modules.contract.Rollout`."""
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])

@@ -15,10 +15,6 @@ from rl_modules.common.errors import UsageError
 def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments of a module or datamodule for a checkpoint: those from which its class is constructed
     again, and the run's settings that differ from them because a user's constructor chose them.
-
-    Args:
-        made: module or datamodule.
-        settings: its hyperparameters, as Lightning stores them.
     """
     from rl_modules.core.settings import Declared, received_otherwise, set_by_constructor
 
@@ -36,15 +32,7 @@ def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, A
 
 
 def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> None:
-    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written.
-
-    Args:
-        checkpoint: changed in place. The module's arguments that a checkpoint can't hold are removed; in the
-            datamodule's, which a resuming program constructs itself, names replace objects. Callbacks' NumPy numbers
-            become Python's.
-        module: whose checkpoint it is; ``load_from_checkpoint`` then requires its arguments that were objects.
-        datamodule: of the run; None: there is none.
-    """
+    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written."""
     parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
     checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
     checkpoint["left_out"] = dict(module.given_objects)
@@ -58,15 +46,7 @@ def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> N
 
 
 def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> dict[str, Any]:
-    """Returns the hyperparameters of a checkpoint's run, those among them that a subclass's constructor chose.
-
-    Args:
-        checkpoint: as it was loaded.
-        key: ``hyper_parameters`` of the module, or ``datamodule_hyper_parameters``.
-
-    Raises:
-        UsageError: they are not a dictionary of settings, or one has a name that Lightning reads as a command.
-    """
+    """Returns the hyperparameters of a checkpoint's run, those among them that a subclass's constructor chose."""
     chosen = checkpoint.get("chosen", {})
     parts = [checkpoint.get(key) or {}, chosen.get(key, {}) if isinstance(chosen, dict) else chosen]
     for part in parts:

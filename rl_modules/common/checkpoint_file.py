@@ -34,13 +34,7 @@ _building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None]
 
 @contextmanager
 def building(cls: type, given: Collection[str], settings: dict[str, Any] | None = None) -> Iterator[None]:
-    """Marks the arguments of objects of a class that are constructed within the context as those of a checkpoint.
-
-    Args:
-        cls: of the module or datamodule.
-        given: names of the arguments that the caller gave again.
-        settings: of the checkpoint's run; Lightning writes the given arguments over them.
-    """
+    """Marks the arguments of objects of a class that are constructed within the context as those of a checkpoint."""
     token = _building.set((cls, frozenset(given), settings))
     try:
         yield
@@ -49,23 +43,14 @@ def building(cls: type, given: Collection[str], settings: dict[str, Any] | None 
 
 
 def chosen_by_checkpoint(made: Any) -> set[str]:
-    """Names of the arguments that a checkpoint alone gave to a module or datamodule, whichever of its keys held them.
-
-    Args:
-        made: the object, in its constructor.
-    """
+    """Names of the arguments that a checkpoint alone gave to an object, whichever of its keys held them."""
     names: list[str] = made.given_names
     cls, given, _ = _building.get() or (None, frozenset(), None)
     return set(names) - given if cls is not None and isinstance(made, cls) else set()
 
 
 def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns the hyperparameters of a checkpoint's run, also where the caller of ``load_from_checkpoint`` gave others.
-
-    Args:
-        made: the module that is being loaded.
-        checkpoint: as ``on_load_checkpoint`` gets it.
-    """
+    """Returns the hyperparameters of a checkpoint's run, also where ``load_from_checkpoint`` was given others."""
     cls, _, settings = _building.get() or (None, frozenset(), None)
     return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
@@ -75,16 +60,7 @@ class DamagedCheckpoint(UsageError):
 
 
 def require_parts(checkpoint: Any, name: str, parts: Collection[str] = PARTS) -> None:
-    """Refuses a file that torch has read but that is not a checkpoint, such as a bare state dict.
-
-    Args:
-        checkpoint: the file's content.
-        name: of the file, for the message.
-        parts: keys that it must have.
-
-    Raises:
-        UsageError: names what it lacks.
-    """
+    """Refuses a file that torch has read but that is not a checkpoint, such as a bare state dict."""
     missing = [part for part in parts if not isinstance(checkpoint, dict) or checkpoint.get(part) in (None, {})]
     if missing:
         raise UsageError(f"{name} is no checkpoint of this project: it has no {', '.join(missing)}; give one that `rl "
@@ -94,15 +70,6 @@ def require_parts(checkpoint: Any, name: str, parts: Collection[str] = PARTS) ->
 def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Collection[str] = PARTS) -> dict[str, Any]:
     """Verifies a checkpoint's checksums and loads it without running code; its tensors stay on the disk until they are
     used.
-
-    Args:
-        path: of the file.
-        what: the argument that named it; None: no argument did.
-        parts: keys that it must have.
-
-    Raises:
-        UsageError: no file, one of another program, one that holds code, or tensors that share memory with themselves.
-        DamagedCheckpoint: a cut file, or one with a changed bit.
     """
     file = Path(path)
     name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
@@ -151,13 +118,6 @@ def damage_of(path: Path) -> str | None:
 def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
     """Refuses a tensor that has less memory than elements, or another layout than rows: kernels that take tensors by
     their address would read and write beyond it. ``expand`` makes such tensors.
-
-    Args:
-        checkpoint: the file's content.
-        name: of the file, for the message.
-
-    Raises:
-        UsageError: names the tensor.
     """
     pending: list[tuple[str, Any]] = [("", checkpoint)]
     seen = set()  # a list may contain itself
@@ -189,11 +149,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
     @classmethod
     def install(cls, trainer: Any) -> None:
-        """Replaces Lightning's own reader and writer of a Trainer; a user's stays.
-
-        Args:
-            trainer: before it loads a checkpoint.
-        """
+        """Replaces Lightning's own reader and writer of a Trainer; a user's stays."""
         # Some strategies read checkpoints in their own way and have no `checkpoint_io`.
         with suppress(NotImplementedError):
             if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, CheckedCheckpointIO):
@@ -203,12 +159,6 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Gives the loaded moments memory of their own, laid out as their parameters: torch's fused optimizers read both by
     their addresses.
-
-    Args:
-        optimizers: after a checkpoint was loaded.
-
-    Raises:
-        UsageError: names a moment of another shape than its parameter.
     """
     for optimizer in (optimizer for optimizer in optimizers if isinstance(optimizer, _ELEMENTWISE)):
         for parameter, state in optimizer.state.items():
@@ -228,10 +178,6 @@ def widen(module: Any, state_dict: dict[str, Any]) -> None:
     """Converts tensors to 64 bits if the checkpoint's have 64 bits, because copies into 32 bits would be rounded.
 
     A Trainer of another precision than 64-true computes in its own, and nothing changes.
-
-    Args:
-        module: a LightningModule about to load the weights.
-        state_dict: the checkpoint's weights by their names.
     """
     trainer = module._trainer
     if trainer is not None and trainer.precision != "64-true":

@@ -19,13 +19,7 @@ class UsageError(ValueError):
 
 
 def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
-    """Returns the known words nearest to ``word``, as a clause to append to an error ("" when none is near).
-
-    Args:
-        word: the given value; a class or an enum's member is compared by name, as ``torch.nn.ReLU`` with ``relu``.
-        known: the words that would be right.
-        most: how many are named.
-    """
+    """Returns the known words nearest to ``word``, as a clause to append to an error ("" when none is near)."""
     word = str(getattr(word, "__name__", getattr(word, "name", word)))
     known = list(known)
     # Names are compared without case, because case is the most common mistake.
@@ -65,22 +59,14 @@ def visible(text: str) -> str:
 
 
 def real_number(name: str, value: Any) -> float:
-    """``value`` as a float.
-
-    Raises:
-        UsageError: it is no number.
-    """
+    """``value`` as a float."""
     if isinstance(value, str | bool) or not hasattr(value, "__float__"):
         raise UsageError(f"{name}={value!r} must be a number")
     return float(value)
 
 
 def at_least(name: str, value: Any, least: int = 1, unit: str = "") -> int:
-    """``value`` as an int; a float such as 1e6 counts where it is whole.
-
-    Raises:
-        UsageError: it is no whole number, or smaller than ``least``.
-    """
+    """``value`` as an int; a float such as 1e6 counts where it is whole."""
     number = real_number(name, value)
     if not number.is_integer():
         raise UsageError(f"{name}={value} must be a whole number")
@@ -90,11 +76,7 @@ def at_least(name: str, value: Any, least: int = 1, unit: str = "") -> int:
 
 
 def check_widths(name: str, net_arch: Any) -> Any:
-    """Refuses widths of hidden layers that are no positive whole numbers.
-
-    Raises:
-        UsageError: names the argument.
-    """
+    """Refuses widths of hidden layers that are no positive whole numbers."""
     parts = net_arch.values() if isinstance(net_arch, dict) else [net_arch]
     for part in parts:
         if part is None:

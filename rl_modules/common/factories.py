@@ -16,16 +16,7 @@ _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_fact
 
 
 def build(argument: str, factory: Callable[[Any], Any], given: Any) -> Any:
-    """Returns what a factory makes.
-
-    Args:
-        argument: ``optimizer`` or ``lr_scheduler``.
-        factory: takes the parameters, or the optimizer.
-        given: these.
-
-    Raises:
-        UsageError: the factory's class refuses its arguments.
-    """
+    """Returns what a factory makes."""
     try:
         return factory(given)
     except (TypeError, ValueError) as error:
@@ -71,15 +62,7 @@ Custom = str | dict[str, Any] | Any
 
 
 def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
-    """Converts a class or callable to its import path with arguments, which a checkpoint may hold.
-
-    Args:
-        name: of the argument, for messages.
-        given: as the user gave it; ``functools.partial`` brings arguments.
-
-    Raises:
-        UsageError: it can't be found again by a path, or is of another type.
-    """
+    """Converts a class or callable to its import path with arguments, which a checkpoint may hold."""
     if given is None or isinstance(given, str):
         return given
     if isinstance(given, dict):
@@ -99,11 +82,7 @@ def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
 
 
 def networks_to_plain(hparams: Any) -> None:
-    """Converts ``network`` and ``features_extractor`` of a module's ``hparams`` by :func:`to_plain`, in place.
-
-    Raises:
-        UsageError: one can't be converted, or both are given.
-    """
+    """Converts ``network`` and ``features_extractor`` of a module's ``hparams`` by :func:`to_plain`, in place."""
     given = [name for name in ("network", "features_extractor") if hparams.get(name) is not None]
     for name in given:
         hparams[name] = to_plain(name, hparams[name])
@@ -113,16 +92,7 @@ def networks_to_plain(hparams: Any) -> None:
 
 
 def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
-    """Imports and calls what an argument names.
-
-    Args:
-        name: of the argument, for messages.
-        given: as :func:`to_plain` returned it.
-        *arguments: spaces, which come before ``init_args``.
-
-    Raises:
-        UsageError: it can't be imported, does not take the arguments, or makes no module.
-    """
+    """Imports and calls what an argument names."""
     described: Any = given if isinstance(given, dict) else {"class_path": given}
     path, settings = described["class_path"], described.get("init_args") or {}
     found = _imported(name, path)
@@ -138,15 +108,7 @@ def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
 
 
 def require_class(name: str, saved: Any) -> None:
-    """Refuses a function that a checkpoint names, because loading would call arbitrary code.
-
-    Args:
-        name: of the argument.
-        saved: its value in the checkpoint, as :func:`to_plain` returned it; None: not given.
-
-    Raises:
-        UsageError: it names anything but a class of ``torch.nn.Module``.
-    """
+    """Refuses a function that a checkpoint names, because loading would call arbitrary code."""
     if saved is None:
         return
     path = saved["class_path"] if isinstance(saved, dict) else saved

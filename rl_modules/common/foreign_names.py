@@ -90,12 +90,7 @@ _OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
 
 
 def in_python(name: str, known: Iterable[str]) -> str:
-    """Returns a clause with the name here of another library's argument, in Python; "" if there is none.
-
-    Args:
-        name: as given.
-        known: the arguments of the class.
-    """
+    """Returns a clause with the name here of another library's argument, in Python; "" if there is none."""
     if name == "seed":
         return "; the seed is the datamodule's seed"
     if name in INSTEAD:
@@ -112,11 +107,7 @@ def difference(name: str) -> str:
 
 
 def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> None:
-    """Refuses arguments that a class does not take.
-
-    Raises:
-        UsageError: names the argument, and the nearest that the class takes, or where it belongs.
-    """
+    """Refuses arguments that a class does not take."""
     hint: str = getattr(cls, "called_elsewhere", "")
     if args and isinstance(args[0], str) and args[0].endswith("Policy"):
         raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "

@@ -11,16 +11,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 
 def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
-    """Imports the object named by ``package.module:name`` or ``package.module.name``.
-
-    Args:
-        path: the import path.
-        what: what it should be, for the message.
-        known: names that are valid without a path.
-
-    Raises:
-        UsageError: no such module or name.
-    """
+    """Imports the object named by ``package.module:name`` or ``package.module.name``."""
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not attribute or attribute == "py":
         known = list(known)
@@ -30,15 +21,7 @@ def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
 
 
 def import_user_module(module: str, what: str) -> ModuleType:
-    """Imports a module of the user's.
-
-    Args:
-        module: its name.
-        what: the argument that names it and its value, for the message.
-
-    Raises:
-        UsageError: there is no such module, or its code fails; names the file and line.
-    """
+    """Imports a module of the user's."""
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -59,11 +42,7 @@ def import_user_module(module: str, what: str) -> ModuleType:
 
 
 def member_of(module: ModuleType, name: str, what: str) -> Any:
-    """Returns a module's attribute.
-
-    Raises:
-        UsageError: there is none of that name; ``what`` names the argument and its value.
-    """
+    """Returns a module's attribute."""
     try:
         return getattr(module, name)
     except AttributeError as error:
@@ -72,11 +51,7 @@ def member_of(module: ModuleType, name: str, what: str) -> Any:
 
 
 def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what: str) -> None:
-    """Checks that ``factory`` accepts the named settings, and that none is missing.
-
-    Raises:
-        UsageError: one that it does not take, or one that it needs and that is missing.
-    """
+    """Checks that ``factory`` accepts the named settings, and that none is missing."""
     try:
         accepted = inspect.signature(factory).parameters
     except ValueError:  # some builtins have no signature

@@ -52,11 +52,7 @@ def flat_mask(mask: Any) -> np.ndarray:
 
 
 def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> tuple[spaces.Space, bool]:
-    """Returns the space without its mask, and whether there is one.
-
-    Raises:
-        UsageError: a part has the name of a mask, but is not a mask.
-    """
+    """Returns the space without its mask, and whether there is one."""
     if not isinstance(observation_space, spaces.Dict) or MASK not in observation_space.spaces:
         return observation_space, False
     size = mask_size(action_space)
@@ -85,10 +81,6 @@ def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
     """Replaces the logits of forbidden options by :data:`FORBIDDEN`.
 
     A final observation, in which no action is taken, may allow nothing; then all options count as allowed.
-
-    Args:
-        logits: one per option, [..., A].
-        mask: nonzero where allowed, broadcastable to ``logits``.
     """
     allowed = mask.bool()
     allowed = allowed | ~allowed.any(-1, keepdim=True)

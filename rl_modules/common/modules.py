@@ -16,9 +16,6 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     ``Module.eval`` and ``Module.train`` go through torch's bookkeeping of attributes for every part, which takes longer
     than a small network's action.
-
-    Args:
-        modules: a module's parts, itself among them: ``module.modules()``, or a list of that kept for many calls.
     """
     parts = [part for part in modules if part.training]
     for part in parts:

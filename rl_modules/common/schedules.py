@@ -21,17 +21,7 @@ class Schedule(NamedTuple):
 
 
 def parse_schedule(value: float | str, name: str) -> Schedule:
-    """Parses a constant, or one of the notations for values that change over ``total_timesteps``.
-
-    Args:
-        value: a number ≥ 0; ``lin_<number>`` (rl-baselines3-zoo's): from that number down to 0 in a straight line;
-            ``cosine_<number>``: the same along half a cosine; or points ``<share done>:<number>, …``, such as
-            ``0:3e-4, 0.5:1e-4, 1:0``, with straight lines between them and flat before and after.
-        name: the argument's name, for the error.
-
-    Raises:
-        UsageError: none of these, or a negative number.
-    """
+    """Parses a constant, or one of the notations for values that change over ``total_timesteps``."""
     text = str(value)
     shape = next((shape for shape in ("lin", "cosine") if text.startswith(f"{shape}_")), "constant")
     if ":" in text:
@@ -75,14 +65,7 @@ def schedule_value(schedule: Schedule, progress_remaining: float) -> float:
 
 
 def exploration_rate(progress_remaining: float, fraction: float, initial: float, final: float) -> float:
-    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction`` of training, then flat.
-
-    Args:
-        progress_remaining: 1 at the start of training, 0 at its end.
-        fraction: in [0, 1]; with 0 it is ``final`` from the start.
-        initial: ε at the start, in [0, 1].
-        final: ε after the decay, in [0, 1].
-    """
+    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction``, then flat."""
     done = 1.0 - max(progress_remaining, 0.0)
     if done >= fraction:
         return final

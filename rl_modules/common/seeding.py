@@ -10,14 +10,7 @@ if TYPE_CHECKING:
 
 
 def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
-    """Returns a 32-bit seed that depends on all four arguments, and on nothing else.
-
-    Args:
-        seed: the run's seed.
-        rank: global rank of the process.
-        purpose: what the stream is for, such as ``"train"`` or ``"eval"``.
-        index: number within the purpose, such as an environment's.
-    """
+    """Returns a 32-bit seed that depends on all four arguments, and on nothing else."""
     return int(np.random.SeedSequence([seed, rank, zlib.crc32(purpose.encode()), index]).generate_state(1)[0])
 
 

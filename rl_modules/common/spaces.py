@@ -9,14 +9,7 @@ from rl_modules.common.errors import UsageError
 
 
 def space_to_dict(space: spaces.Space) -> dict[str, Any]:
-    """Describes a space with strings, numbers and lists only.
-
-    Args:
-        space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
-
-    Raises:
-        UsageError: any other space.
-    """
+    """Describes a space with strings, numbers and lists only."""
     if isinstance(space, spaces.Box):
         return {
             "type": "Box",
@@ -79,16 +72,6 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
     """Refuses to use weights in another space than the one that they were trained in.
 
     The bounds of an observation may differ, those of an action may not: actions are clipped to them.
-
-    Args:
-        name: ``observation_space`` or ``action_space``.
-        trained: the space of the weights.
-        here: the environment's.
-        whose: owner of the weights, for the message.
-        env_name: the environment's name, for the message.
-
-    Raises:
-        UsageError: names both.
     """
     mine, its = (_without_integers(space_to_dict(space)) for space in (trained, here))
     if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
@@ -116,15 +99,7 @@ def _without_bounds(data: Any) -> Any:
 
 
 def require_observation(space: spaces.Space, arrays: Any) -> bool:
-    """Returns whether this is one observation (true) or a batch (false).
-
-    Args:
-        space: the space of one observation.
-        arrays: what :func:`observation_arrays` returned.
-
-    Raises:
-        UsageError: neither shape fits; names both. Or it holds NaN.
-    """
+    """Returns whether this is one observation (true) or a batch (false)."""
     expected = tree_leaves(example_arrays(space))
     given = tree_leaves(arrays)
     batch = given[0].ndim - expected[0].ndim
@@ -197,15 +172,8 @@ def observation_arrays(space: spaces.Space, observation: Any, double: bool = Fal
     """One observation, or a batch of them, in the dtypes in which rollouts store them.
 
     Floats become float32, images stay uint8, other integers become int64; Discrete values are shifted to start at 0;
-    Dict and Tuple become (nested) dictionaries, a Tuple's parts under the keys "0", "1", …
-
-    Args:
-        space: the space of a single observation.
-        observation: what the environment returned; leading batch dimensions are kept.
-        double: keep float64 in spaces of float64, for what is normalised before it becomes float32.
-
-    Raises:
-        UsageError: a choice outside of its Discrete or MultiDiscrete space.
+    Dict and Tuple become (nested) dictionaries, a Tuple's parts under the keys "0", "1", … With ``double`` float64 stays
+    in spaces of float64, for what is normalised before it becomes float32.
     """
     if isinstance(space, spaces.Dict):
         return {name: observation_arrays(part, observation[name], double) for name, part in space.items()}
@@ -257,14 +225,8 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | None) -> np.ndarray:
-    """Observations in units of their standard deviation.
-
-    Args:
-        x: [..., *shape].
-        statistic: mean [*shape], standard deviation [*shape] and the bound to clip to; None: not normalised.
-
-    Returns:
-        float32, the shape of ``x``; without a statistic other dtypes than float64 stay.
+    """Returns observations in units of their standard deviation, float32, from mean, standard deviation and bound; without
+    them as they are, float64 as float32.
     """
     if statistic is None:
         return x.astype(np.float32) if x.dtype == np.float64 else x

@@ -36,11 +36,7 @@ class Means:
         return iter([*self._numbers, *(name for names, _ in self._rows for name in names), *self._reduced])
 
     def add(self, values: Mapping[str, Tensor | float], weight: Tensor | None = None) -> None:
-        """Adds one scalar to the mean of each name; ``weight`` is that of all of them, 0 where they do not count.
-
-        Raises:
-            UsageError: a value is not a scalar.
-        """
+        """Adds one scalar to the mean of each name; ``weight`` is that of all of them, 0 where they do not count."""
         if torch.compiler.is_compiling():
             _add_outside_of_graphs(self, values, weight)
             return

@@ -61,13 +61,6 @@ def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
 
     ``OnExceptionCheckpoint`` overwrites the checkpoint of an earlier exception, from which its next fit resumes. A
     wrong argument would therefore destroy that run's checkpoint.
-
-    Args:
-        trainer: of the module that is to be saved; None: there is none.
-        has_begun: whether training has begun.
-
-    Raises:
-        BaseException: the one that interrupted the fit.
     """
     error = sys.exc_info()[1]
     if error is not None and not has_begun and trainer is not None and trainer.interrupted:
@@ -77,9 +70,6 @@ def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
 def accumulated_gradients(module: Any) -> dict[str, Tensor]:
     """Returns this rank's gradients of an unfinished optimizer step by parameter; empty between two steps. Lightning's
     checkpoints lack them.
-
-    Args:
-        module: a LightningModule that a ``fit`` trains with automatic optimization.
     """
     trainer = module.trainer
     if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
@@ -90,9 +80,6 @@ def accumulated_gradients(module: Any) -> dict[str, Tensor]:
 def is_cut_off(trainer: Any) -> bool:
     """Whether the last epoch lacks batches: ``max_steps``, ``max_time`` or a callback has stopped the run within it, or
     its source has ended.
-
-    Args:
-        trainer: at the end of an epoch, or after its fit.
     """
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
@@ -100,9 +87,6 @@ def is_cut_off(trainer: Any) -> bool:
 def epoch_to_reopen(trainer: Any) -> int | None:
     """Returns the number, from 1, of the epoch that a stop has cut off and that Lightning counts as done. Returns None
     while Lightning does not count it: before an epoch's end and after the first batch of the next.
-
-    Args:
-        trainer: of a run that :func:`is_cut_off` has found cut off.
     """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     # A run that resumed at an epoch's end counts fewer epochs as started.
@@ -110,12 +94,7 @@ def epoch_to_reopen(trainer: Any) -> int | None:
 
 
 def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Makes a run resume within the epoch that a stop cut off; Lightning counts it as done and begins another.
-
-    Args:
-        trainer: of the run.
-        checkpoint: about to be written, changed in place.
-    """
+    """Makes a run resume within the epoch that a stop cut off; Lightning counts it as done and begins another."""
     number = epoch_to_reopen(trainer)
     # The state that a rank returns to the process that started it has no loops, because no run resumes from it.
     if "loops" not in checkpoint or number is None:
@@ -148,9 +127,6 @@ def resume_training(module: Any) -> None:
 def finish_batch(trainer: Any) -> None:
     """Completes the batch at whose end the checkpoint was written, as by ``ModelCheckpoint(every_n_train_steps=…)``:
     runs a due evaluation, and ends the epoch if the batch was its last. Lightning counts both as done.
-
-    Args:
-        trainer: whose training is about to start.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # Otherwise schedulers that wait for a metric would miss the end of the first epoch.
@@ -187,9 +163,6 @@ def begin_next_epoch(trainer: Any) -> None:
     Where ``max_steps`` is given, Lightning takes a finished epoch for an unfinished one. Unless an evaluation is due at
     its end, Lightning trains on one more batch in that epoch. With accumulated gradients, this batch alone makes an
     optimizer step.
-
-    Args:
-        trainer: whose training is about to start.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
@@ -245,22 +218,14 @@ class GlobalGenerators:
         self._loaded = state
 
     def start(self, device: torch.device) -> None:
-        """Sets the generators to the loaded state, if there is one; called when training begins.
-
-        Args:
-            device: of the module; its generator is set unless the state is of another kind of device.
-        """
+        """Sets the generators to the loaded state, if there is one; called when training begins."""
         self._resumed = self._loaded is not None
         if self._loaded is not None:
             _restore(self._loaded, device)
         self._loaded, self._at_start = None, _states(device)
 
     def state(self, device: torch.device) -> dict[str, Any] | None:
-        """Returns the states as a checkpoint may hold them; None where nothing has drawn since the run's start.
-
-        Args:
-            device: of the module; its generator is included.
-        """
+        """Returns the states as a checkpoint may hold them; None where nothing has drawn since the run's start."""
         if self._at_start is None:
             return self._loaded  # of a run that was complete
         now = _states(device)

@@ -20,6 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from rl_modules.common.arguments import is_storable, name_of, plain
@@ -252,14 +253,7 @@ class Declared:
         """Checks arguments against each other and sets what follows from them; a subclass extends it."""
 
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Adds a mapping to the hyperparameters; all arguments of constructors are among them already.
-
-        Args:
-            *args: mappings, or names of arguments.
-            ignore: names to remove.
-            frame: not read.
-            logger: as Lightning takes it.
-        """
+        """Adds a mapping to the hyperparameters; all arguments of constructors are among them already."""
         hparams: Any = self
         for given in args:
             if not isinstance(given, str):
@@ -283,6 +277,17 @@ class Declared:
         declared = self.declared_settings.items()
         reasons = {name: setting.idle(self) for name, setting in declared if setting.idle is not None}
         return {name: str(why) for name, why in reasons.items() if why}
+
+
+def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
+    """Warns of arguments that were given and that have no effect in this run.: a config or a sweep may
+    contain both an argument and the one that turns it off.
+    """
+    declared = type(module).declared_settings
+    for name in sorted(declared.keys() & reasons.keys() & module.hparams.keys()):
+        value = module.hparams[name]
+        if value != declared[name].default:
+            rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")
 
 
 def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:

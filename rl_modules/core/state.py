@@ -83,28 +83,13 @@ def forget_state(obj: Any, kept: bool | None = None) -> None:
 
 
 def state_of(obj: Any, complete: bool = True) -> dict[str, Any]:
-    """The declared attributes as plain data on the CPU.
-
-    Args:
-        obj: whose they are.
-        complete: False: without those that were not used yet, as outside of a fit, where initial values may be unknown.
-    """
+    """The declared attributes as plain data on the CPU."""
     names = [name for name in declared(obj, kept=True) if complete or name in vars(obj)]
     return {name.lstrip("_"): pack(getattr(obj, name)) for name in names}
 
 
 def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:
-    """Restores what :func:`state_of` returned.
-
-    Args:
-        obj: of the same class.
-        saved: the state.
-        device: of tensors and generators that take no other's place.
-        settings: hyperparameters that the state was saved with.
-
-    Raises:
-        UsageError: a tensor or array has another shape or kind than the one whose place it takes.
-    """
+    """Restores what :func:`state_of` returned."""
     for name in declared(obj, kept=True):
         key, field = name.lstrip("_"), getattr(type(obj), name)
         if field.argument and settings and settings.get(field.argument) != field.value_for(obj):
@@ -167,11 +152,7 @@ def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
 
 
 def like(saved: Any, here: Any, name: str) -> Any:
-    """Returns a saved tensor that takes the place of an array or tensor of this run.
-
-    Raises:
-        UsageError: it has another shape or kind, which would be spread over this run's silently.
-    """
+    """Returns a saved tensor that takes the place of an array or tensor of this run."""
     if not isinstance(saved, Tensor) or saved.shape != here.shape or saved.dtype != torch.as_tensor(here).dtype:
         found = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, Tensor) else repr(saved)[:60]
         raise UsageError(f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "

@@ -62,11 +62,7 @@ def as_distribution(policy: Any) -> Distribution:
 
 
 def parameter_count(space: spaces.Space) -> int:
-    """How many numbers per state a policy must output for this action space.
-
-    Raises:
-        UsageError: the space has no distribution here.
-    """
+    """How many numbers per state a policy must output for this action space."""
     if isinstance(space, spaces.Discrete):
         return int(space.n)
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
@@ -87,13 +83,7 @@ def matrix_shape(space: spaces.Space) -> tuple[int, ...] | None:
 
 
 def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
-    """Returns the distribution over ``space`` with a policy's outputs as its parameters.
-
-    Args:
-        space: the action space.
-        parameters: shape [*S, parameter_count(space)]; means for Box, logits otherwise.
-        log_std: shape [D], needed for Box only.
-    """
+    """Returns the distribution over ``space`` with a policy's outputs as its parameters."""
     if isinstance(space, spaces.Box):
         if log_std is None:
             raise UsageError(f"the action space {space} needs log_std, the log standard deviation")

@@ -10,11 +10,7 @@ from rl_modules.common.masks import FORBIDDEN
 
 
 class Bernoulli:
-    """K independent switches, for MultiBinary actions.
-
-    Args:
-        logits: log-odds of each switch being 1, shape [*S, K].
-    """
+    """K independent switches, for MultiBinary actions."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits

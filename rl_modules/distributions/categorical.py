@@ -11,11 +11,7 @@ from rl_modules.common.masks import mask_logits
 
 
 class Categorical:
-    """One of A actions.
-
-    Args:
-        logits: unnormalised log-probabilities, shape [*S, A].
-    """
+    """One of A actions."""
 
     def __init__(self, logits: Tensor) -> None:
         self.log_p = torch.log_softmax(logits, dim=-1)
@@ -61,12 +57,7 @@ class MaskedCategorical(Categorical):
 
 
 class MultiCategorical:
-    """K independent choices, the k-th among ``nvec[k]``.
-
-    Args:
-        logits: the choices' logits side by side, shape [*S, sum(nvec)].
-        nvec: number of options of each choice.
-    """
+    """K independent choices, the k-th among ``nvec[k]``."""
 
     parts: Sequence[Categorical]
 

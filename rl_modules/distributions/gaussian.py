@@ -12,13 +12,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 class DiagGaussian:
-    """Independent normals, for Box actions; densities of the unclipped action.
-
-    Args:
-        mean: shape [*S, D], in the action's units.
-        log_std: log of the standard deviation, shape [D] where it is the same in every state, else [*S, D].
-        shape: of an action that is no vector, with D entries; None: [D].
-    """
+    """Independent normals, for Box actions; densities of the unclipped action."""
 
     def __init__(self, mean: Tensor, log_std: Tensor, shape: tuple[int, ...] | None = None) -> None:
         self.mean = mean

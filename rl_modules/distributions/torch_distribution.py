@@ -16,11 +16,7 @@ _GLOBAL_GENERATORS = threading.RLock()
 
 
 class TorchDistribution:
-    """A ``torch.distributions`` object with private randomness, for networks that return one.
-
-    Args:
-        distribution: over one action per batch element: components joined by ``torch.distributions.Independent``.
-    """
+    """A ``torch.distributions`` object with private randomness, for networks that return one."""
 
     def __init__(self, distribution: torch.distributions.Distribution) -> None:
         self.distribution = in_full_precision(distribution)
@@ -81,11 +77,7 @@ class TorchDistribution:
 
 
 def _accelerators(parts: Iterable[Any]) -> set[torch.device]:
-    """Returns the devices other than the CPU on which distributions draw: those of the tensors that they hold.
-
-    Args:
-        parts: distributions, tensors, collections of these; what is none of them has no device.
-    """
+    """Returns the devices other than the CPU on which distributions draw: those of the tensors that they hold."""
     found: set[torch.device] = set()
     for part in parts:
         if isinstance(part, Tensor):
@@ -107,9 +99,6 @@ def _seed(device: torch.device, seed: int) -> None:
 def in_full_precision(distribution: torch.distributions.Distribution) -> torch.distributions.Distribution:
     """Converts 16-bit parameters of a distribution, which mixed precision returns, to float32, because actions and
     log-probabilities have the parameters' dtype.
-
-    Args:
-        distribution: of torch; returned itself where nothing has 16 bits.
     """
     changed: dict[str, Any] = {}
     for name, value in vars(distribution).items():

@@ -48,11 +48,6 @@ class FusedAdam(torch.optim.Adam):
     It leaves out the sorting by device and dtype, CUDA graphs and loss scaling, and opens the profiler's scope only
     while a profiler runs.
 
-    Args:
-        params: parameters of one device and dtype, or groups of them.
-        lr: learning rate, ≥ 0.
-        eps: added to the root of the second moment, > 0.
-
     Source: Kingma & Ba 2015, arXiv:1412.6980.
     """
 
@@ -63,14 +58,7 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, all parameters of a group at once.
-
-        Args:
-            closure: computes the gradients anew and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
+        """One step, all parameters of a group at once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -40,12 +40,7 @@ class DeferredModule(ModuleType):
 
 
 def load(module: ModuleType, again: bool = False) -> ModuleType:
-    """Runs the code of a deferred module if it has not run yet.
-
-    Args:
-        module: any module.
-        again: whether a first attempt failed.
-    """
+    """Runs the code of a deferred module if it has not run yet."""
     if isinstance(module, DeferredModule) or again:
         loader: Any = module.__loader__
         for name in (*loader.early, "early"):

@@ -47,16 +47,7 @@ def pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """One MLP, or K of them on the same input, with ReLU between the layers.
-
-    Args:
-        x: [B, in], as :func:`takes` accepts it.
-        weights: a layer's each: [out, in], as :class:`torch.nn.Linear` has it, or [K, in, out].
-        biases: [out], or [K, 1, out].
-
-    Returns:
-        [B, out], or [K, B, out].
-    """
+    """One MLP, or K of them on the same input, with ReLU between the layers."""
     parameters = [tensor for pair in zip(weights, biases, strict=True) for tensor in pair]
     if torch.is_grad_enabled():
         output: Tensor = _ReluMLP.apply(x, *parameters)
@@ -68,11 +59,6 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """K linear layers, each on an input of its own: [K, B, in] → [K, B, out].
 
     In oneDNN, where :func:`takes` accepts the input, 256 rows or more take 1.7 times less, forward and backward.
-
-    Args:
-        x: [K, B, in].
-        weight: [K, in, out].
-        bias: [K, 1, out].
     """
     k, b, width_in = x.shape
     if (
@@ -169,17 +155,7 @@ def _backward(
     trains: bool,
     linear: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of a network's input, and of its weights and biases, layer after layer.
-
-    Args:
-        x: its input, [B, in].
-        weights: [in, out] each.
-        hidden: its hidden layers' outputs.
-        gradient: of its output, [B, out].
-        needs_x: whether the input's is wanted.
-        trains: whether the parameters' are.
-        linear: return the weights' as [out, in], contiguous: fused optimizers read them in the order of the weights.
-    """
+    """Gradients of a network's input, and of its weights and biases, layer after layer."""
     found: list[Tensor] = []
     for i in range(len(weights) - 1, -1, -1):
         below = hidden[i - 1] if i else x

@@ -15,11 +15,10 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.foreign_names import default_of
-from rl_modules.common.idle import warn_of_idle
 from rl_modules.contract import check_batch
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import make_config, max_length, refuse_loading_arguments, text_config
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
@@ -251,9 +250,6 @@ class LanguageModule(LanguageMetrics):
 
         Under ``ModelParallelStrategy`` the first rank reads the weights and scatters them over all ranks. At the start
         of ``fit`` the last run's state is cleared.
-
-        Raises:
-            UsageError: trained weights would be stored in 16 bits.
         """
         hp: Any = self.hparams
         sharded = self._trainer is not None and adopt(self.trainer.strategy)
@@ -333,11 +329,7 @@ class LanguageModule(LanguageMetrics):
         return None if source is None else source_path(source, hp)
 
     def describe(self, config: Any) -> dict[str, Any]:
-        """Describes the models as plain data, from which a checkpoint builds them again.
-
-        Args:
-            config: of the model.
-        """
+        """Describes the models as plain data, from which a checkpoint builds them again."""
         described = {"config": plain_config(config), "tokenizer": tokenizer_to_dict(self.tokenizer)}
         generation = getattr(transformers_model(self.model), "generation_config", None)
         if generation is not None:  # the list of EOS tokens, and the sampling defaults that an export hands on
@@ -345,11 +337,7 @@ class LanguageModule(LanguageMetrics):
         return described
 
     def shard(self, split: Splitter) -> None:
-        """Splits the weights over ranks; algorithms with further models extend this.
-
-        Args:
-            split: splits one module's weights, see :func:`rl_modules.language.sharding.splitter`.
-        """
+        """Splits the weights over ranks; algorithms with further models extend this."""
         shard(self.model, split)
 
     def build_model(self, config: Any, source: Any) -> None:

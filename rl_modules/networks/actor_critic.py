@@ -16,19 +16,7 @@ from rl_modules.networks.layers import ParallelMLP, full_precision, hidden_width
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function on one encoder, in separate towers.
-
-    Args:
-        observation_space: space of one observation.
-        action_space: space of one action.
-        net_arch: widths of the hidden layers, for both towers or ``{"pi": [...], "vf": [...]}``. Images default to
-            none: the convolutional encoder is enough (SB3's rule).
-        activation_fn: ``tanh``, ``relu``, …
-        log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation with gains √2 (hidden), 0.01 (policy), 1 (value), as the original PPO.
-        critic: false leaves the value tower out; :meth:`forward` then returns zeros for the value.
-        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
-    """
+    """A policy and a value function on one encoder, in separate towers."""
 
     def __init__(
         self,
@@ -70,14 +58,7 @@ class ActorCritic(nn.Module):
                 orthogonal(self.value_head, gain=1.0)
 
     def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
-        """Policy and value of a batch of observations.
-
-        Args:
-            observation: [B, *obs], or nested dictionaries of such.
-
-        Returns:
-            The action distribution (batch shape [B], float32 parameters under any precision) and V(s), [B].
-        """
+        """Policy and value of a batch of observations."""
         features = call(self.encoder, observation).to(self.policy_head.weight.dtype)
         if self.parallel:
             latents = call(self.towers, features)
@@ -91,14 +72,7 @@ class ActorCritic(nn.Module):
 
 
 def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | None, latent: Tensor) -> Distribution:
-    """Returns the action distribution of a policy head.
-
-    Args:
-        action_space: space of one action.
-        numbers: what the head returned, [B, parameters].
-        log_std: of Box actions, [A]; of the matrices of state-dependent noise, [H, A]; None for other actions.
-        latent: input of the head, [B, H]; only state-dependent noise uses it.
-    """
+    """Returns the action distribution of a policy head."""
     if log_std is not None and log_std.ndim == 2:
         # As in Stable-Baselines3, the noise does not train the features.
         return StateDependentGaussian(numbers, log_std, full_precision(latent).detach(), matrix_shape(action_space))
@@ -107,12 +81,6 @@ def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | N
 
 class ValueNetwork(nn.Module):
     """V(s) on an encoder of its own.
-
-    Args:
-        observation_space: space of one observation.
-        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: ``tanh``, ``relu``, …
-        ortho_init: orthogonal initialisation with gains √2 (hidden) and 1 (output).
 
     Shape: [B, *obs] → [B].
     """

@@ -22,13 +22,6 @@ class BatchRenorm(nn.Module):
     :func:`batch_statistics` the layer does this and updates μ and σ; elsewhere it is the fixed map (x - μ) / σ, in
     training mode too. Ranks normalise by the batch of all of them.
 
-    Args:
-        features: F.
-        k: number of networks with separate statistics; None: one.
-        momentum: how far a batch moves the running statistics, in (0, 1].
-        eps: added to variances.
-        warmup_steps: batches without correction.
-
     Shape: [B, F] → [B, F], or [K, B, F] → [K, B, F]. Statistics are computed in float32.
     """
 
@@ -99,14 +92,7 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def renormalized(trunk: nn.Sequential, momentum: float, eps: float, warmup_steps: int) -> nn.Sequential:
-    """Inserts a :class:`BatchRenorm` before each linear layer of an MLP's hidden layers and after the last activation.
-
-    Args:
-        trunk: linear layers, each followed by an activation; none: nothing is added.
-        momentum: of each :class:`BatchRenorm`.
-        eps: likewise.
-        warmup_steps: likewise.
-    """
+    """Inserts a :class:`BatchRenorm` before each linear layer of an MLP and after the last activation."""
     parts: list[nn.Module] = []
     width = None
     for part in trunk:

@@ -22,13 +22,7 @@ LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
 
 def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Any) -> tuple[list[int], list[int]]:
-    """Hidden widths of policy and critics, from ``net_arch``.
-
-    Args:
-        observation_space: images default to no hidden layer: the convolutional encoder is enough.
-        net_arch: one list for both, ``{"pi": [...], "qf": [...]}``, or None for the default.
-        default: value of ``net_arch`` if None is given.
-    """
+    """Hidden widths of policy and critics, from ``net_arch``."""
     if net_arch is None:
         net_arch = [] if is_image(observation_space) else default
     widths = hidden_widths(net_arch, ("pi", "qf"))
@@ -36,11 +30,7 @@ def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Any) -
 
 
 class ActionBounds(nn.Module):
-    """Converts between the actions of a bounded Box, [N, *shape], and vectors in [-1, 1], [N, A].
-
-    Args:
-        space: the Box; an entry whose bounds are equal becomes 0 in the vector.
-    """
+    """Converts between the actions of a bounded Box, [N, *shape], and vectors in [-1, 1], [N, A]."""
 
     center: Tensor
     half_range: Tensor
@@ -73,12 +63,6 @@ class ActionBounds(nn.Module):
 class SquashedGaussianPolicy(nn.Module):
     """A diagonal Gaussian over A numbers, squashed by tanh into [-1, 1].
 
-    Args:
-        observation_space: space of one observation.
-        width: A.
-        net_arch: widths of the hidden layers.
-        activation_fn: ``relu``, ``tanh``, …
-
     Shape: [B, *obs] → mean and log standard deviation before tanh, [B, A] float32 each.
 
     Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C.
@@ -99,14 +83,8 @@ class SquashedGaussianPolicy(nn.Module):
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def sample(self, observation: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples actions and computes their log-density, both differentiable in the policy's parameters.
-
-        Args:
-            observation: [B, *obs].
-            noise: standard normal numbers, [B, A].
-
-        Returns:
-            Actions in (-1, 1), [B, A], and log π in nats, [B].
+        """Returns actions in (-1, 1), [B, A], and log π in nats, [B], from standard normal numbers, [B, A]; both are
+        differentiable in the policy's parameters.
         """
         mean, log_std = self(observation)
         pre_tanh = torch.addcmul(mean, log_std.exp(), noise)
@@ -115,12 +93,6 @@ class SquashedGaussianPolicy(nn.Module):
 
 class DeterministicPolicy(nn.Module):
     """One action in [-1, 1]^A per observation.
-
-    Args:
-        observation_space: space of one observation.
-        width: A.
-        net_arch: widths of the hidden layers.
-        activation_fn: ``relu``, ``tanh``, …
 
     Shape: [B, *obs] → [B, A] float32.
 
@@ -146,14 +118,6 @@ class Critics(nn.Module):
     Every layer holds the weights of all K networks and multiplies them in one kernel. Each is initialised like
     :class:`torch.nn.Linear`, and no weight is shared.
 
-    Args:
-        observation_space: space of one observation.
-        width: A, numbers per action.
-        n_critics: K.
-        net_arch: widths of the hidden layers.
-        activation_fn: ``relu``, ``tanh``, …
-        n_outputs: numbers per action value: 1, or the quantiles of a distributional critic.
-
     Shape: observations [B, *obs] and actions in [-1, 1] [B, A] → [K, B, n_outputs] float32.
     """
 
@@ -176,14 +140,7 @@ class Critics(nn.Module):
         self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
-        """Action values.
-
-        Args:
-            observation: [B, *obs].
-            action: in [-1, 1], [B, A].
-            only_first: those of the first critic alone, [1, B, n_outputs].
-            frozen: let gradients flow to the actions only.
-        """
+        """Action values; ``only_first``: the first critic's alone; ``frozen``: gradients flow to the actions only."""
         features = self.encoder(observation)
         x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
         weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
@@ -203,13 +160,7 @@ class Critics(nn.Module):
 
 
 class PolicyAndCritics(nn.Module):
-    """The network of an off-policy algorithm: a policy, its critics, and the bounds of the actions.
-
-    Args:
-        policy: from observations to actions in [-1, 1]^A.
-        critics: from observations and such actions to action values.
-        bounds: of the environment's actions.
-    """
+    """The network of an off-policy algorithm: a policy, its critics, and the bounds of the actions."""
 
     policy: Any
     critics: Critics
@@ -230,13 +181,6 @@ class StateDependentPolicy(SquashedGaussianPolicy):
 
     An update draws separate noise for each row, from the same distribution; Stable-Baselines3 draws one matrix for the
     minibatch.
-
-    Args:
-        observation_space: space of one observation.
-        width: A.
-        net_arch: widths of the hidden layers.
-        activation_fn: ``relu``, ``tanh``, …
-        log_std_init: initial log σ.
 
     Shape: [B, *obs] → mean and log standard deviation before tanh, [B, A] float32 each.
 

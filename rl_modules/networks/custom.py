@@ -25,14 +25,7 @@ class FeaturesExtractor(nn.Module):
     It receives float observations as in SB3: images divided by 255, Discrete and MultiDiscrete one-hot, a Dict as a
     dictionary. Its ``features_dim`` is the width of its output.
 
-    Args:
-        given: as :func:`to_plain` returned it.
-        space: space of one observation.
-
     Shape: [B, *obs] → [B, features_dim].
-
-    Raises:
-        UsageError: it can't be made, has no ``features_dim``, or returns another shape.
     """
 
     #: Networks built on it do not initialise its weights.
@@ -81,12 +74,6 @@ class CustomActorCritic(nn.Module):
     policy and the value [B]; without a critic the policy alone. The policy is a distribution (this project's or
     ``torch.distributions``'), or the numbers that :func:`rl_modules.distributions.make_distribution` reads: logits, and
     for a Box the means and the log standard deviations, [B, 2A], or the means alone if the module has ``log_std``.
-
-    Args:
-        given: as :func:`to_plain` returned it.
-        observation_space: space of one observation.
-        action_space: space of one action.
-        critic: whether the network returns a value; if not, zeros take its place.
     """
 
     def __init__(
@@ -133,16 +120,7 @@ class CustomActorCritic(nn.Module):
 
 
 def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int) -> nn.Module:
-    """Returns a user's network of action values, ``cls(observation_space, action_space, **init_args)``.
-
-    Args:
-        given: as :func:`to_plain` returned it.
-        observation_space: space of one observation.
-        *shape: what it returns per observation: [A], or [N, A] with N quantiles.
-
-    Raises:
-        UsageError: it can't be made, or returns another shape.
-    """
+    """Returns a user's network of action values, ``cls(observation_space, action_space, **init_args)``."""
     module = make("network", given, observation_space, spaces.Discrete(shape[-1]))
     check_shape("network", module, (2, *shape), observation_space)
     return CustomQNetwork(module)
@@ -248,19 +226,7 @@ def custom_policy_and_critics(
     shape: tuple[int, int],
     gaussian: bool,
 ) -> PolicyAndCritics:
-    """A user's ``cls(observation_space, action_space, **init_args)``, which has the modules ``policy`` and ``critics``.
-
-    Args:
-        given: as :func:`rl_modules.common.factories.to_plain` returned it.
-        observation_space: space of one observation.
-        action_space: of one action.
-        bounds: of the actions.
-        shape: K and n_outputs of the critics.
-        gaussian: whether the policy returns mean and log standard deviation instead of actions.
-
-    Raises:
-        UsageError: it can't be made, lacks a part, or a part returns another shape.
-    """
+    """A user's ``cls(observation_space, action_space, **init_args)`` with the modules ``policy`` and ``critics``."""
     module: Any = make("network", given, observation_space, action_space)
     name = type(module).__name__
     for part in ("policy", "critics"):

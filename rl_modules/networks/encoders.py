@@ -49,9 +49,6 @@ def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
 class VectorEncoder(nn.Module):
     """Encodes observations other than images as one float vector: Discrete and MultiDiscrete one-hot, others flattened.
 
-    Args:
-        space: Box, Discrete, MultiDiscrete or MultiBinary.
-
     Images too small for the convolutions (uint8 of two or more dimensions) are divided by 255.
 
     Shape: [B, *space.shape] → [B, out_features].
@@ -82,10 +79,6 @@ class VectorEncoder(nn.Module):
 
 class CombinedEncoder(nn.Module):
     """Encodes each part of a Dict or Tuple observation by its own encoder, and concatenates the results.
-
-    Args:
-        space: Dict or Tuple, nested to any depth.
-        features_dim: width of each image's encoding.
 
     Shape: nested dictionary of [B, …] → [B, out_features].
     """
@@ -126,15 +119,7 @@ _TYPES = (*(nn.Conv2d, nn.ReLU) * 3, nn.Flatten, nn.Linear, nn.ReLU)
 class NatureCNN(nn.Module):
     """The convolutional encoder of DQN.
 
-    Args:
-        space: an image, see :func:`rl_modules.common.spaces.image_channels`: uint8 or float, with or without a
-            channel dimension, or a stack of colour frames, whose channels are joined.
-        features_dim: width of the output.
-
     Shape: [B, *space.shape] → [B, features_dim].
-
-    Raises:
-        UsageError: an image under 36×36 pixels, which the three convolutions would shrink to nothing.
 
     Source: Mnih et al. 2015, Nature 518, "Methods".
     """

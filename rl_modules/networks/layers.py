@@ -22,11 +22,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """Returns the activation module called ``name``.
-
-    Raises:
-        UsageError: an unknown name.
-    """
+    """Returns the activation module called ``name``."""
     if name not in ACTIVATIONS:
         raise UsageError(f"activation_fn={name!r} is unknown; it must be one of {', '.join(ACTIVATIONS)}"
                          f"{did_you_mean(name, ACTIVATIONS)}")  # fmt: skip
@@ -51,12 +47,7 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
 
 
 def mlp(sizes: Sequence[int], activation_fn: str = "tanh") -> nn.Sequential:
-    """Linear layers of the given sizes, each followed by the activation.
-
-    Args:
-        sizes: input width, then each layer's width.
-        activation_fn: a name of :data:`ACTIVATIONS`.
-    """
+    """Linear layers of the given sizes, each followed by the activation."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
         layers += [nn.Linear(width_in, width_out), activation(activation_fn)]
@@ -65,11 +56,6 @@ def mlp(sizes: Sequence[int], activation_fn: str = "tanh") -> nn.Sequential:
 
 class ParallelLinear(nn.Module):
     """K independent linear layers of one size, computed in one kernel.
-
-    Args:
-        k: number of layers.
-        in_features: width of each input.
-        out_features: width of each output.
 
     Shape: [K, B, in_features] → [K, B, out_features].
     """
@@ -90,11 +76,6 @@ class ParallelMLP(nn.Module):
     A policy and a value tower of 64×64 each take 30 % less time this way than as two :class:`torch.nn.Sequential`,
     because the time of small networks depends on the number of kernels, not on arithmetic.
 
-    Args:
-        k: number of MLPs.
-        sizes: input width, then each layer's width.
-        activation_fn: a name of :data:`ACTIVATIONS`.
-
     Shape: [B, sizes[0]] → K tensors of [B, sizes[-1]].
     """
 
@@ -112,15 +93,7 @@ class ParallelMLP(nn.Module):
 
 
 def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
-    """Checks ``net_arch`` and returns it.
-
-    Args:
-        net_arch: widths, or a dictionary of them.
-        towers: the dictionary's keys; none: it must be a list.
-
-    Raises:
-        UsageError: a key missing or unknown, or a width below 1.
-    """
+    """Checks ``net_arch`` and returns it."""
     if isinstance(net_arch, dict):
         if not towers or set(net_arch) != set(towers):
             wanted = f"a dictionary with the keys {' and '.join(towers)}" if towers else "a list of widths"

@@ -20,14 +20,6 @@ from rl_modules.networks.layers import ParallelLinear, ParallelMLP, hidden_width
 class QNetwork(nn.Module):
     """Q(s, ·): the value of every action, on one encoder.
 
-    Args:
-        observation_space: space of one observation.
-        n_actions: number of actions.
-        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: ``tanh``, ``relu``, …
-        dueling: V(s) and advantages A(s, ·) as separate streams from the last hidden layer on, which each has its own;
-            Q = V + A - mean A (Wang et al. 2016, arXiv:1511.06581, eq. 9).
-
     Shape: [B, *obs] → [B, n_actions] float32.
     """
 
@@ -63,14 +55,6 @@ class QNetwork(nn.Module):
 
 class DistributionalQNetwork(QNetwork):
     """N numbers that describe the distribution of the return of every action, on one encoder.
-
-    Args:
-        observation_space: space of one observation.
-        n_actions: number of actions, A.
-        n_numbers: N.
-        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: ``tanh``, ``relu``, …
-        dueling: N numbers of V(s) and of the advantages in separate streams, joined as in :class:`QNetwork`.
 
     Shape: [B, *obs] → [B, N, A] float32.
     """
@@ -139,9 +123,6 @@ class NoisyLinear(nn.Module):
     f(ε_out) for the biases.
 
     Without noise, as after :func:`remove_noise`, the weights are μ.
-
-    Args:
-        layer: linear, or K parallel ones; its shape is taken, and μ starts as in the paper.
 
     Source: Fortunato et al. 2018, arXiv:1706.10295, section 3, factorised Gaussian noise.
     """

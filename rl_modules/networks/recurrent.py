@@ -20,21 +20,6 @@ CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 class RecurrentActorCritic(nn.Module):
     """A policy and a value function on one encoder and one or two recurrent networks.
 
-    Args:
-        observation_space: space of one observation.
-        action_space: space of one action.
-        rnn: ``lstm`` or ``gru``.
-        hidden_size: width of the memory, H.
-        n_layers: recurrent layers on top of each other.
-        shared: the critic reads the policy's memory, without gradient into it.
-        critic_rnn: the critic has its own recurrent network; without ``shared`` and this it reads a linear layer of the
-            features.
-        net_arch: hidden widths after the memory, as in :class:`~rl_modules.networks.actor_critic.ActorCritic`.
-        activation_fn: ``tanh``, ``relu``, …
-        log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation of everything but the memory.
-        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
-
     The state of a memory is one tensor [B, K, H]: the layers' hidden states, an LSTM's cells, then the critic's.
     """
 
@@ -91,16 +76,7 @@ class RecurrentActorCritic(nn.Module):
     def forward(
         self, observation: Any, state: Tensor, starts: Tensor | None = None
     ) -> tuple[Distribution, Tensor, Tensor]:
-        """Policy and value along sequences.
-
-        Args:
-            observation: B sequences of L steps, [B, L, *obs], or nested dictionaries of such.
-            state: before the first step, [B, K, H].
-            starts: true where a step begins an episode, so that the memory starts anew, [B, L]; None: nowhere.
-
-        Returns:
-            The action distribution and V(s), both flat over [B·L], and the state after the last step, [B, K, H].
-        """
+        """Policy and value along sequences."""
         batch, length = tree_leaves(observation)[0].shape[:2]
         features = self.encoder(tree_map(lambda x: x.flatten(0, 1), observation))
         features = features.to(self.policy_head.weight.dtype).unflatten(0, (batch, length))
@@ -114,11 +90,6 @@ class RecurrentActorCritic(nn.Module):
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Returns the outputs of the policy's and the critic's recurrent networks, [L, B, H] each, and the state after
         the last step.
-
-        Args:
-            features: [L, B, F].
-            state: [B, K, H].
-            starts: [B, L].
         """
         cuts = [0, len(features)]
         if starts is not None:

@@ -114,6 +114,7 @@ def test_a_trunk_as_built_is_fast_and_gives_the_same(noisy: bool, monkeypatch: p
         trunk[2] = NoisyLinear(trunk[2])  # type: ignore[arg-type]
         trunk[2].resample(torch.Generator().manual_seed(1))
     calls = []
+    monkeypatch.setenv("RL_FAST", "1")
     monkeypatch.setattr("rl_modules.networks.q_network.relu_mlp", lambda *x: calls.append(x) or relu_mlp.relu_mlp(*x))
     x = torch.randn(WIDTH, WIDTH)
     torch.testing.assert_close(apply_tower(trunk, head, x), head(trunk(x)), rtol=1e-4, atol=1e-5)

@@ -9,6 +9,13 @@ from rl_modules.fast import relu_mlp
 from rl_modules.networks.encoders import NatureCNN
 
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_FAST", "1")
+
+
 IMAGES = {
     "stacked frames": spaces.Box(0, 255, (4, 40, 44), np.uint8),
     "grey": spaces.Box(0, 255, (40, 44), np.uint8),

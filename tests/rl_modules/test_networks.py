@@ -255,8 +255,9 @@ def test_a_small_picture_is_flattened_and_scaled():
     torch.testing.assert_close(encoder(pixels), pixels.flatten(1).float() / 255)
 
 
-def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers():
+def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers(monkeypatch):
     """The fast path is taken where it pays; a hook on an inner layer switches it off and is called."""
+    monkeypatch.setenv("RL_FAST", "1")
     network = QNetwork(spaces.Box(-1, 1, (6,), np.float32), 3, [256, 192])
     observation = torch.randn(128, 6, generator=torch.Generator().manual_seed(0))
     assert not pays(observation[:8], [network.trunk[0].weight]) and not pays(observation, [network.head.weight])

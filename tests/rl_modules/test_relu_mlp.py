@@ -13,6 +13,11 @@ from rl_modules.networks.critics import SquashedGaussianPolicy
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_FAST", "1")
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
