@@ -172,8 +172,8 @@ def observation_arrays(space: spaces.Space, observation: Any, double: bool = Fal
     """One observation, or a batch of them, in the dtypes in which rollouts store them.
 
     Floats become float32, images stay uint8, other integers become int64; Discrete values are shifted to start at 0;
-    Dict and Tuple become (nested) dictionaries, a Tuple's parts under the keys "0", "1", … With ``double`` float64 stays
-    in spaces of float64, for what is normalised before it becomes float32.
+    Dict and Tuple become (nested) dictionaries, a Tuple's parts under the keys "0", "1", … With ``double`` spaces of
+    float64 keep it, for what is normalised before it becomes float32.
     """
     if isinstance(space, spaces.Dict):
         return {name: observation_arrays(part, observation[name], double) for name, part in space.items()}
@@ -225,8 +225,8 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | None) -> np.ndarray:
-    """Returns observations in units of their standard deviation, float32, from mean, standard deviation and bound; without
-    them as they are, float64 as float32.
+    """Returns observations in units of their standard deviation, from mean, standard deviation and bound, as float32;
+    without these unchanged, float64 as float32.
     """
     if statistic is None:
         return x.astype(np.float32) if x.dtype == np.float64 else x

@@ -280,8 +280,8 @@ class Declared:
 
 
 def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
-    """Warns of arguments that were given and that have no effect in this run.: a config or a sweep may
-    contain both an argument and the one that turns it off.
+    """Warns of arguments that were given and have no effect in this run: a config or a sweep may contain both an
+    argument and the one that turns it off.
     """
     declared = type(module).declared_settings
     for name in sorted(declared.keys() & reasons.keys() & module.hparams.keys()):
