@@ -27,7 +27,8 @@ from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
-from rl_modules.contract import Learner, check_pairing
+from rl_modules.contract import Learner
+from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, load_state, state_of
 

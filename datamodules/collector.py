@@ -15,10 +15,10 @@ from datamodules.envs.boundary import Boundary
 from datamodules.envs.guard import require_finite, require_own_memory
 from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics
-from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
 from rl_modules.contract import Act, Rollout
+from rl_modules.core.seams import require_acted
 from rl_modules.core.state import Stateful, persistent
 
 if TYPE_CHECKING:  # imported where a policy has a memory

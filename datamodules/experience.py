@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.checkpoint_file import building, read_checkpoint
-from rl_modules.contract import check_pairing
 from rl_modules.core.hooks import HasParts
+from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, replay_bytes
-from datamodules.fields import require_action, require_rows
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, require_goals
 from datamodules.loader import LazyLoader
@@ -30,6 +29,7 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
 from rl_modules.contract import REPLAY
+from rl_modules.core.seams import require_action, require_rows
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 

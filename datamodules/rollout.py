@@ -10,7 +10,6 @@ from torch import Tensor
 
 from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule
-from datamodules.fields import require_rows
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.overlap import CollectedAhead
@@ -20,6 +19,7 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import MINIBATCHES, Act, Rollout, RolloutSource
+from rl_modules.core.seams import require_rows
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from datamodules.collector import Collector
 from datamodules.envs.guard import require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
-from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import Act, Rollout
+from rl_modules.core.seams import require_acted
 from rl_modules.core.state import Stateful
 
 

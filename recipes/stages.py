@@ -76,7 +76,7 @@ def world_size(words: Sequence[str]) -> int:
 def checked(command: str, words: Sequence[str]) -> Any:
     """Returns the parsed command with its objects, which has run nothing."""
     from recipes.cli.lightning_cli import RLCLI
-    from rl_modules.contract import check_pairing
+    from rl_modules.core.seams import check_pairing
 
     class Checked(RLCLI):
         def _require_weights(self, config: Any) -> None:

@@ -9,9 +9,7 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.algorithm import Algorithm
@@ -40,19 +38,17 @@ from rl_modules.common.masks import split_space
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
-from rl_modules.contract import (
-    DATAMODULES,
-    MINIBATCHES,
-    Experience,
-    ExperienceSource,
-    Learner,
-    Minibatch,
-    RolloutSource,
-    Statistics,
-    check_source,
-)
+from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, RolloutSource, Statistics
 from rl_modules.core.curves import hand_to_callbacks
-from rl_modules.core.resume import accumulated_gradients, copy_for_averages, draw_over, finish_batch, resume_training
+from rl_modules.core.resume import (
+    accumulated_gradients,
+    copy_for_averages,
+    draw_over,
+    finish_batch,
+    resume_training,
+    step_schedulers_of_epochs,
+)
+from rl_modules.core.seams import DATAMODULES, check_schedulers, check_source, check_trainer
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
@@ -653,19 +649,8 @@ class ControlModule(Algorithm):
         """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those
         whose ``frequency`` divides the number of epochs.
 
-        Raises:
-            UsageError: a scheduler needs a metric.
         """
-        for config in () if self.is_cut_off else self.trainer.lr_scheduler_configs:
-            scheduler: Any = config.scheduler
-            if isinstance(scheduler, ReduceLROnPlateau):
-                raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
-                                 "Lightning keeps no monitor then; override step_schedulers, which is called after "
-                                 "every epoch, or take another scheduler")  # fmt: skip
-            # `current_epoch` is one higher if this completes the last epoch of a checkpoint.
-            progress: Any = self.trainer.fit_loop.epoch_progress.current
-            if config.interval == "epoch" and progress.processed % config.frequency == 0:
-                self.lr_scheduler_step(scheduler, None)
+        step_schedulers_of_epochs(self)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.
@@ -741,28 +726,6 @@ def build(module: ControlModule) -> None:
             module.build_network()
     if module.is_fitting:
         warn_of_idle(module, module.idle_arguments())
-
-
-def check_trainer(module: ControlModule) -> None:
-    """Refuses strategies and precisions under which the algorithm would be wrong."""
-    name, trainer = type(module).__name__, module._trainer
-    if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
-        raise UsageError(f"trainer.strategy={type(trainer.strategy).__name__} splits the weights of language "
-                         f"models over ranks, not those of {name}; take ddp")  # fmt: skip
-    if (precision := getattr(trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
-        raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
-                         "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
-    if precision == "16-mixed" and not (module.automatic_optimization or module.graph):
-        raise UsageError(f"trainer.precision=16-mixed scales one loss, {name} has several; take bf16-mixed")
-
-
-def check_schedulers(module: ControlModule) -> None:
-    """Refuses schedulers of no known interval."""
-    for config in module.trainer.lr_scheduler_configs:
-        if config.interval not in ("step", "epoch") or config.frequency < 1:
-            raise UsageError(f"{type(module).__name__}.configure_optimizers returns a scheduler with interval="
-                             f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
-                             "least 1")  # fmt: skip
 
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ An algorithm (a LightningModule) is a :class:`Learner` to its datamodule; a data
 to its algorithm. Neither imports the other: both import this file, and mypy checks both sides.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
-
-from rl_modules.common.errors import UsageError
 
 #: Running statistics of observations as :func:`rl_modules.common.spaces.normalize` takes them: (mean, standard
 #: deviation, bound), nested like the observation; None: not normalised.
@@ -264,54 +262,3 @@ class RolloutSource(ExperienceSource, Protocol):
 
 
 Act = Callable[[Any, torch.Generator], dict[str, Tensor]]
-
-
-# ---------------------------------------------------------------- checks, once, where a run begins
-
-#: The datamodule that makes each kind of experience.
-DATAMODULES = {
-    "rollouts": "RolloutDataModule",
-    "replay": "ReplayDataModule",
-    "prompts": "PromptDataModule",
-    "preferences": "PreferenceDataModule",
-    "demonstrations": "InstructionDataModule",
-}
-
-
-def check_pairing(module: Any, data: Any) -> None:
-    """Refuses a datamodule that does not fit the module. Classes that state no kind are not checked."""
-    wanted = getattr(getattr(module, "experience", None), "kind", None) or getattr(module, "learns_from", None)
-    made = getattr(data, "kind", None)
-    if wanted is None or made is None or wanted == made:
-        return
-    fitting = DATAMODULES.get(wanted, f"a datamodule of kind {wanted!r}")
-    raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(data).__name__} makes {made}; use {fitting}")
-
-
-def check_source(module: Any, source: Any, fitting: bool) -> None:
-    """Refuses a datamodule that lacks what a control algorithm reads of it."""
-    # The values of properties are not read, because they may not exist yet.
-    parts: Any = ("observation_space", "action_space")
-    if fitting:
-        members = (name for name in vars(ExperienceSource) if not name.startswith("_"))
-        parts = sorted({*ExperienceSource.__annotations__, *members})
-    missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]
-    if missing:
-        raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
-                         f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
-                         "rl_modules.contract.ExperienceSource states")  # fmt: skip
-
-
-def check_batch(module: Any, batch: Any, step: str) -> None:
-    """Refuses a batch that a language algorithm can't read, such as one of a ``DataLoader`` of token ids.
-
-    Batches of a user-defined step are not checked.
-    """
-    if isinstance(batch, Mapping) and "tokens" in batch:
-        return
-    fitting = DATAMODULES.get(getattr(module, "learns_from", ""))
-    if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
-        return
-    came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise UsageError(f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
-                     f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them")  # fmt: skip

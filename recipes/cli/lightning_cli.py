@@ -31,7 +31,7 @@ from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.loading import load_object
-from rl_modules.contract import check_pairing
+from rl_modules.core.seams import check_pairing
 
 # A default of StochasticWeightAveraging's; the recorded config holds its name.
 register_type(torch.device)

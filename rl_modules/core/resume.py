@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules.common.checkpoint_file import check_optimizers
+from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves, tree_map
 
 # ---------------------------------------------------------------- a run
@@ -43,6 +44,19 @@ def step_schedulers_of_updates(module: Any) -> None:
         updates = module.trainer.fit_loop.epoch_loop.batch_idx + 1
         is_due = config.interval == "step" and updates % config.frequency == 0
         if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):  # `step_schedulers` refuses it
+            module.lr_scheduler_step(config.scheduler, None)
+
+
+def step_schedulers_of_epochs(module: Any) -> None:
+    """Steps the learning-rate schedulers of epochs after one, whose ``frequency`` divides the number of epochs."""
+    for config in () if module.is_cut_off else module.trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(module).__name__} optimizes manually: "
+                             "Lightning keeps no monitor then; override step_schedulers, which is called after "
+                             "every epoch, or take another scheduler")  # fmt: skip
+        # `current_epoch` is one higher if this completes the last epoch of a checkpoint.
+        progress = module.trainer.fit_loop.epoch_progress.current
+        if config.interval == "epoch" and progress.processed % config.frequency == 0:
             module.lr_scheduler_step(config.scheduler, None)
 
 

@@ -15,9 +15,9 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.foreign_names import default_of
-from rl_modules.contract import check_batch
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
+from rl_modules.core.seams import check_batch
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import make_config, max_length, refuse_loading_arguments, text_config
 from rl_modules.language.export import export_model
