@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -240,3 +241,26 @@ def original_dropout(config: PretrainedConfig) -> Iterator[None]:
 
 def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
     return config, config.get_text_config(decoder=True)
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def wants_router_loss(model: Any) -> bool:
+    """Returns whether the model's config asks for the loss, by ``output_router_logits``."""
+    return bool(getattr(text_config(model.config), "output_router_logits", False))
+
+
+def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_added: bool) -> None:
+    """Refuses a config that asks in vain for the loss; warns of a mixture of experts that is trained without it."""
+    coefficient = getattr(text_config(model.config), "router_aux_loss_coef", None)
+    if wants_router_loss(model):
+        if not is_added:
+            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
+                             f"and {algorithm} does not; set it to false in model_config")  # fmt: skip
+    elif "router_aux_loss_coef" in given and "output_router_logits" not in given:
+        raise UsageError(f"model_config has router_aux_loss_coef={coefficient}, which does nothing without "
+                         "output_router_logits: set that to true for SFT, which alone has the loss")  # fmt: skip
+    elif coefficient and not is_added:
+        rank_zero_warn(f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
+                       "mixture of experts without a loss that keeps them in balance, which SFT alone has")  # fmt: skip

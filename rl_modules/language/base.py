@@ -19,8 +19,13 @@ from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
 from rl_modules.core.seams import check_batch
 from rl_modules.core.settings import setting, warn_of_idle
-from rl_modules.language.architecture import make_config, max_length, refuse_loading_arguments, text_config
-from rl_modules.language.export import export_model
+from rl_modules.language.architecture import (
+    check_router_loss,
+    make_config,
+    max_length,
+    refuse_loading_arguments,
+    text_config,
+)
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -39,11 +44,9 @@ from rl_modules.language.lora import (
     require_same_adapters,
     train_in_float32,
 )
-from rl_modules.language.metric_names import monitors
-from rl_modules.language.metrics import LanguageMetrics
+from rl_modules.language.metrics import LanguageMetrics, monitors
 from rl_modules.language.models import check_model_object, is_name, make_model, tokenizer_name, without_ignored
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
-from rl_modules.language.router_loss import check_router_loss
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sharding import (
     Splitter,
@@ -361,6 +364,8 @@ class LanguageModule(LanguageMetrics):
 
         With sharded weights all ranks must call this, and the first writes.
         """
+        from rl_modules.language.export import export_model
+
         return export_model(self.model, self.tokenizer, folder)
 
     def _on_fit_start(self) -> None:

@@ -125,7 +125,6 @@ class LanguagePolicy(LanguageModule):
         with precision:
             self.update_sampler()
             watch = Stopwatch(self.device)
-            watch.start()
             written = self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
             watch.stop()
         if self._trainer is not None and self.trainer.training:

@@ -59,7 +59,7 @@ class RLHFPPO(PolicyWithReference):
         above=0)  # fmt: skip
     kl_gain: float = setting(
         0.1, "gain of the controller; the largest relative change of β per generation is a fifth of it", least=0,
-        below=5)  # fmt: skip
+        below=5, idle=lambda m: m.target_kl is None and "without target_kl; set that")  # fmt: skip
     kl_estimator: str = setting(
         "k1", "``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum)",
         one_of=("k1", "k3"))  # fmt: skip
@@ -375,10 +375,6 @@ class RLHFPPO(PolicyWithReference):
             metrics["eval/kl"] = (passes["log_prob"] - passes["ref_log_prob"]).sum(-1).mean()
         if metrics:
             self.log_evaluation(metrics, len(batch["answers"]))
-
-    def idle_arguments(self) -> dict[str, str]:
-        idle = super().idle_arguments()
-        return idle if self.target_kl is not None else {**idle, "kl_gain": "without target_kl; set that"}
 
 
 if TYPE_CHECKING:

@@ -9,28 +9,22 @@ from torch import Tensor
 
 
 class Stopwatch:
-    """Seconds between ``start`` and ``stop`` of work on a device. Neither of them waits for it."""
+    """Seconds between its making and ``stop`` of work on a device. Neither of them waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = None
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._times_s = [0.0, 0.0]
-
-    def start(self) -> None:
-        self._mark(0)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times_s = [time.perf_counter()] * 2
+        for event in self._events:
+            event.record()
 
     def stop(self) -> None:
-        self._mark(1)
-
-    def _mark(self, i: int) -> None:
-        self._times_s[i] = time.perf_counter()
-        if self._events is not None:
-            self._events[i].record()
+        self._times_s[1] = time.perf_counter()
+        if self._events:
+            self._events[1].record()
 
     def seconds(self) -> float:
         """Returns the time between both; waits for the end of the work."""
-        if self._events is None:
+        if not self._events:
             return self._times_s[1] - self._times_s[0]
         self._events[1].synchronize()
         return self._events[0].elapsed_time(self._events[1]) / 1e3

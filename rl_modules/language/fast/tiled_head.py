@@ -37,7 +37,8 @@ _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
 
 def is_large(tokens: int, model: Any) -> bool:
     """Returns whether the logits of so many tokens are worth tiling."""
-    return is_fast() and tokens * text_config(model.config).vocab_size > TILED_ABOVE[_device(model)]
+    elements = tokens * text_config(model.config).vocab_size
+    return is_fast() and elements > TILED_ABOVE["cpu" if next(model.parameters()).is_cpu else "accelerator"]
 
 
 def tiled_statistics(
@@ -51,7 +52,7 @@ def tiled_statistics(
 ) -> TokenStatistics:
     """:func:`statistics` from what the output layer reads, with one tile of logits at a time."""
     head, tail = model.get_output_embeddings(), _tails[model]
-    rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
+    rows = max(1, TILE["cpu" if states.is_cpu else "accelerator"] // text_config(model.config).vocab_size)
     at_once = equal_weights and torch.is_grad_enabled()
     # Hooks on the output layer have chosen the states; a sharded model's are still there while tiles are computed.
     run = head.forward if is_sharded(model) else head
@@ -186,10 +187,6 @@ def _tails_of(config: Any) -> list[Tail]:
     for c in sorted(numbers):
         scaled += [lambda z, c=c: z * c, lambda z, c=c: z / c, lambda z, c=c: torch.tanh(z / c) * c]  # type: ignore[misc]
     return scaled
-
-
-def _device(model: Any) -> str:
-    return "cpu" if next(model.parameters()).device.type == "cpu" else "accelerator"
 
 
 # ---------------------------------------------------------------- the forward pass

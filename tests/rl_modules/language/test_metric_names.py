@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from datamodules import PromptDataModule
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
-from rl_modules.language.metric_names import displayed_name
+from rl_modules.language.metrics import displayed_name
 from tests.rl_modules.language.test_run_state import Curves, addition, fit, grpo
 
 

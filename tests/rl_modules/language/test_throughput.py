@@ -28,7 +28,6 @@ def test_rates_are_tokens_over_their_own_seconds(clock: list[float]) -> None:
     counter = throughput.Throughput()
     counter.restart(100)
     watch = throughput.Stopwatch(torch.device("cpu"))
-    watch.start()
     clock[0] += 2.0
     watch.stop()
     counter.add(torch.tensor([3, 5]), watch)
