@@ -159,17 +159,19 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
 
 def _run(command: str, args: list[str]) -> None:
     add_working_directory()
-    wants_help = bool({"-h", "--help"} & set(args))
-    if wants_help and "all" not in args:
+    wants_help = next((i for i, word in enumerate(args) if word in ("-h", "--help")), None)
+    topic = "" if wants_help is None else next(iter(args[wants_help + 1 :]), "")
+    if wants_help is not None and topic != "all":
         from recipes.cli.classes import chosen_classes
 
-        show(short_help(command, chosen) if (chosen := chosen_classes(args)) else HELP)
+        topic = "" if topic.startswith("-") else topic
+        show(short_help(command, chosen, topic) if (chosen := chosen_classes(args)) else HELP)
         return
-    if not wants_help and not any(arg.startswith("--print_config") for arg in args) and is_first_rank():
+    if wants_help is None and not any(arg.startswith("--print_config") for arg in args) and is_first_rank():
         # The libraries take seconds to import.
         what = " ".join(configs.short_name(arg) for arg in args[:4])
         print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
     from recipes.cli.lightning_cli import RLCLI
 
     quiet()  # after the import, which sets the loggers' levels itself
-    RLCLI(command, [arg for arg in args if not (wants_help and arg == "all")])
+    RLCLI(command, [arg for arg in args if arg != topic or not topic])

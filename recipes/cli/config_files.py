@@ -28,11 +28,11 @@ def check(path: Path) -> set[str]:
             keys = {name.value: (name, node) for name, node in value.value}
             if "init_args" in keys:
                 _require_mapping(path, f"{key.value}.init_args", *keys["init_args"])
-            if "class_path" in keys and (
-                wrong := sorted(keys.keys() - {"class_path", "init_args", "dict_kwargs", "<<"})
-            ):
-                raise UsageError(f"{path}:{keys[wrong[0]][0].start_mark.line + 1}: {key.value}.{wrong[0]} stands beside "
-                                 "class_path; the class's arguments belong under init_args")  # fmt: skip
+            wrong = sorted(keys.keys() - {"class_path", "init_args", "dict_kwargs", "<<"})
+            if "class_path" in keys and wrong:
+                line = keys[wrong[0]][0].start_mark.line + 1
+                raise UsageError(f"{path}:{line}: {key.value}.{wrong[0]} stands beside class_path; the class's "
+                                 "arguments belong under init_args")  # fmt: skip
         elif key.value in ("trainer", "checkpoint"):
             _require_mapping(path, key.value, key, value)
     return {key.value for key, _ in root.value}

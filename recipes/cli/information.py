@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes import configs
 from recipes.cli.options import COMMON, Parser
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
@@ -55,7 +55,7 @@ options of fit, validate, test, predict and record:
                            a checkpoint file, or a checkpoint of the newest run
   --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
   --print_config           print the complete resolved config and stop
-  --help                   with --config or --model: print the arguments of these classes; --help all: every option
+  --help [GROUP|WORD|all]  with --config or --model: print the arguments of these classes
                          of another command: rl COMMAND --help
   --version                print the version: rl --version
 
@@ -119,9 +119,22 @@ def parser_of(command: str) -> Parser:
     return parser
 
 
-#: Lines of the whole text, and characters of a line.
-LINES, WIDTH = 60, 120
-
+#: Characters of a line of help.
+WIDTH = 120
+#: What people set most, in the order in which help shows it.
+MOST_USED = (
+    "learning_rate", "gamma", "model_name_or_path", "max_completion_length", "temperature", "lora", "beta", "epsilon",
+    "loss_type", "env_id", "task", "path", "dataset", "reward_funcs", "num_generations", "total_timesteps", "n_envs",
+    "n_steps", "batch_size", "n_epochs", "buffer_size", "train_freq", "learning_starts", "clip_range", "gae_lambda",
+    "ent_coef", "exploration_fraction", "net_arch", "norm_obs", "eval_freq", "n_eval", "eval_steps", "warmup_steps",
+    "init_from", "chat_template", "num_iterations", "wrappers", "n_eval_episodes", "seed",
+)  # fmt: skip
+#: Names of the groups of arguments by the class that introduces them; another class is its own.
+GROUP_NAMES = {
+    "LanguageModule": "model", "LanguagePolicy": "sampling", "PolicyWithReference": "reference", "Algorithm":
+    "learning", "ControlModule": "learning", "ActorCriticModule": "actor_critic", "LanguageArguments": "records",
+    "ControlDataModule": "environments",
+}  # fmt: skip
 _TRAINER = {
     "trainer.accelerator": "cpu, gpu or auto", "trainer.devices": "processes, or GPUs",
     "trainer.max_steps": "optimizer steps after which training ends", "trainer.precision": "32-true, bf16-mixed …",
@@ -131,72 +144,63 @@ _TRAINER = {
 }  # fmt: skip
 
 
-def short_help(command: str, chosen: Mapping[str, type]) -> str:
-    """Returns the arguments of the run's classes, one line each, and the most used ones of the Trainer."""
+def short_help(command: str, chosen: Mapping[str, type], topic: str = "") -> str:
+    """Returns what people set most of the run's classes, and the names of the rest by group; with a topic, all that is
+    known of a group of arguments, or of those that a word describes.
+    """
+    parts = [line for group, cls in chosen.items() for line in _section(group, cls, topic)]
+    if topic and not parts:
+        known = {name: None for cls in chosen.values() for name in _groups(cls)}
+        raise UsageError(f"--help {topic}: no argument and no group of arguments is called so; the groups are "
+                         f"{', '.join(known)}{did_you_mean(topic, known)}, and all lists everything")  # fmt: skip
+    if topic:
+        return "\n".join(parts).strip("\n")
     head = [
         f"usage: rl {command} --config NAME [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]",
-        f"       rl {command} --help all lists every option, with all of Lightning's",
+        f"       rl {command} … --help GROUP, or --help WORD, describes the arguments of a group, or those with a word",
+        f"       rl {command} … --help all lists every option, with all of Lightning's",
     ]
-    trainer = ["", "trainer and run", *(_line(name, "", text) for name, text in _TRAINER.items())]
-    left = LINES - len(head) - len(trainer)
-    parts: list[str] = []
-    for i, (group, cls) in enumerate(chosen.items()):
-        parts += _section(group, cls, left // 2 if i == 0 else left - len(parts))
-    return "\n".join([*head, *parts, *trainer])
+    trainer = [line for name, text in _TRAINER.items() for line in _entry(name, None, text)]
+    return "\n".join([*head, *parts, "", "trainer and run", *trainer])
 
 
-def _section(group: str, cls: type, lines: int) -> list[str]:
-    """Returns the arguments of a class, its own first; those for which there is no line are named."""
-    rows = [(name, default, text) for name, (default, text) in arguments(cls).items()]
-    summary = (inspect.getdoc(cls) or cls.__name__).partition("\n")[0]
-    title = ["", f"{group}: {cls.__name__}, {summary}"[:WIDTH]]
-    room = lines - len(title)
-    if len(rows) <= room:
-        return title + [_line(f"{group}.{name}", default, text) for name, default, text in rows]
-    rest = [name for name, _, _ in rows]
-    shown = room
-    while True:
-        names = textwrap.wrap(f"also: {', '.join(rest[shown:])}", WIDTH - 2, break_on_hyphens=False)
-        if shown + len(names) <= room:
-            break
-        shown -= 1
-    listed = [_line(f"{group}.{name}", default, text) for name, default, text in rows[:shown]]
-    return title + listed + [f"  {line}" for line in names]
+def _groups(cls: type) -> dict[str, list[str]]:
+    """Names of a class's arguments by group."""
+    from recipes.cli.classes import settings_of
 
-
-def arguments(cls: type) -> dict[str, tuple[str, str]]:
-    """Default and description of every argument of a class, then of the bases that it passes the rest on to."""
-    found: dict[str, tuple[str, str]] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base) or base is object:
-            continue
-        described = _descriptions(cls) | _descriptions(base) | _descriptions(cls)
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
-        for p in parameters:
-            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in found and p.name != "description":
-                default = "" if p.default is p.empty or p.default is None else str(p.default)
-                found[p.name] = (default, described.get(p.name, ""))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
+    found: dict[str, list[str]] = {}
+    for name in (name for name in settings_of(cls) if name not in ("description", "self")):
+        owner = [base for base in cls.__mro__ if name in getattr(base, "declared_settings", ())] or [cls]
+        found.setdefault(GROUP_NAMES.get(owner[-1].__name__, owner[-1].__name__), []).append(name)
     return found
 
 
-def _descriptions(cls: Any) -> dict[str, str]:
-    """Returns the ``Args`` entries in the docstrings of a class and its bases, by name."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        section = re.search(r"\n *Args:\n(.*?)(?:\n\n|\Z)", vars(base).get("__doc__") or "", re.DOTALL)
-        if section is not None:
-            body = textwrap.dedent(section.group(1))
-            for name, text in re.findall(r"^(\w+): (.*?)(?=^\*{0,2}\w+: |\Z)", body, re.DOTALL | re.MULTILINE):
-                texts[name] = " ".join(text.split())
-    return texts
+def _section(group: str, cls: type, topic: str) -> list[str]:
+    from recipes.cli.classes import settings_of
+
+    settings, groups = settings_of(cls), _groups(cls)
+    if topic:
+        names = groups.get(topic) or [name for name, x in settings.items() if topic in f"{name} {x.says}"]
+        return [line for name in names
+                for line in ["", *_entry(f"{group}.{name}", settings[name].default, settings[name].says)]]  # fmt: skip
+    shown = [name for name in MOST_USED if name in settings][:10]
+    summary = (inspect.getdoc(cls) or cls.__name__).partition("\n")[0]
+    lines = ["", *textwrap.wrap(f"{group}: {cls.__name__}, {summary}", WIDTH)]
+    for name in shown:
+        first = re.split(r"; |\. ", settings[name].says)[0]
+        lines += _entry(f"{group}.{name}", settings[name].default, first)
+    for title, names in groups.items():
+        if rest := [name for name in names if name not in shown]:
+            text = f"{title}: {', '.join(rest)}"
+            lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
 
 
-def _line(name: str, default: str, text: str) -> str:
-    left = f"  --{name}{f' {default}' if default else ''}"
-    line = f"{left:42} {text}"
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+def _entry(name: str, default: Any, text: str) -> list[str]:
+    """Returns the lines of an option: name, default, meaning."""
+    left = f"  --{name}{'' if default is None else f' {default}'}"
+    return textwrap.wrap(f"{left:42} {text.replace('``', '')}", WIDTH, subsequent_indent=" " * 43, drop_whitespace=True,
+                         break_on_hyphens=False, break_long_words=False)  # fmt: skip
 
 
 #: Packages that every run needs.

@@ -1,6 +1,7 @@
 """What ``rl`` prints before, during and after a run, and the commands that start none."""
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import recipes.callbacks.progress as lines
 from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import main
+from rl_modules import GRPO
 from rl_modules.common import extras
 
 ROOT = Path(__file__).parents[3]
@@ -130,6 +132,22 @@ def test_help_shows_the_chosen_classes_on_one_screen(rl, config):
     for name in ("--data.env_id", "--data.total_timesteps", "--trainer.accelerator"):
         assert name in out
     assert "<class" not in out
+
+
+def test_help_names_every_argument_and_describes_those_of_a_group(rl):
+    pytest.importorskip("transformers", reason="the class is one of language")
+    words = ["fit", "--model", "GRPO", "--data", "PromptDataModule", "--help"]
+    code, out, _ = rl(*words)
+    assert code == 0 and len(out.splitlines()) <= 90 and "…\n" not in out
+    for name in inspect.signature(GRPO.__init__).parameters.keys() - {"self", "description"}:
+        assert re.search(rf"\b{name}\b", out), name
+    for name in ("learning_rate", "max_completion_length", "temperature", "lora"):
+        assert re.search(rf"^  --model.{name}\b.* \w+", out, re.MULTILINE)
+    for topic in ("sampling", "nucleus"):
+        code, out, _ = rl(*words, topic)
+        assert code == 0 and "sample from the nucleus of this probability" in out and "--data" not in out
+    code, _, err = rl(*words, "samplin")
+    assert code == 1 and "did you mean sampling" in err
 
 
 def test_help_all_lists_every_option(rl):
