@@ -137,7 +137,7 @@ GROUP_NAMES = {
 }  # fmt: skip
 _TRAINER = {
     "trainer.accelerator": "cpu, gpu or auto", "trainer.devices": "processes, or GPUs",
-    "trainer.max_steps": "optimizer steps after which training ends", "trainer.precision": "32-true, bf16-mixed or 16-mixed",
+    "trainer.max_steps": "optimizer steps after which training ends", "trainer.precision": "32-true or bf16-mixed",
     "trainer.logger": "TensorBoardLogger, CSVLogger, WandbLogger, or false", "trainer.default_root_dir":
     "folder of the logs", "seed_everything": "seed of everything random", "threads": "CPU threads of torch",
     "resume": "resume the newest run of this model on this data", "record_every": "transitions between two videos",

@@ -146,7 +146,7 @@ def test_help_names_every_argument_and_describes_those_of_a_group(rl):
     for topic in ("sampling", "nucleus"):
         code, out, _ = rl(*words, topic)
         assert code == 0 and "sample from the nucleus of this probability" in out
-    code, _, err = rl(*words, "samplin")
+    code, _, err = rl(*words, "smapling")
     assert code == 1 and "did you mean sampling" in err
 
 
