@@ -14,44 +14,40 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
 from datamodules.environments import Environments
-from datamodules.envs.given_vector import check_vector
-from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
-from datamodules.envs.trusted import require_gymnasiums, require_registered
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, require_gymnasiums, require_registered
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
-from datamodules.experience import Experience
-from datamodules.first_evaluation import evaluate_on_start
-from datamodules.loader import LazyLoader
-from datamodules.normalizers import Normalizers
-from datamodules.resume import gather_ranks, state_of_rank
+from datamodules.experience import Experience, LazyLoader, evaluate_on_start, gather_ranks, state_of_rank
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
 from rl_modules.core.seams import check_pairing
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import forget_state, load_state, state_of
 
 Batch = dict[str, Any]
 
-#: Arguments of a normalisation, and the one that turns it on.
-IDLE_WITHOUT = {"norm_gamma": "norm_reward", "clip_reward": "norm_reward", "clip_obs": "norm_obs"}
 #: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
 _evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
 
 
-def _of_environments(name: str, of_evaluation: bool = False) -> Any:
+def _of_environments(name: str) -> Any:
     """Makes an attribute that :class:`~datamodules.environments.Environments` stores, also if a subclass sets it."""
 
     def assign(self: "ControlDataModule", value: Any) -> None:
         collector = getattr(self, "_collector", None)
         steps = self.environments.is_open and collector is not None and not getattr(collector.envs, "closed", False)
-        if steps and not of_evaluation:
+        if steps and not name.startswith("eval_"):
             rank_zero_warn(f"{name}={value!r} holds from the next evaluation and the next fit on: the environments in "
                            "which training steps are made; change those by collector.envs.set_attr")  # fmt: skip
         setattr(self.environments, name, value)
 
     return property(lambda self: getattr(self.environments, name), assign)
+
+
+def _without_norm(switch: str) -> Any:
+    """Makes the rule of an argument that has no effect while a normalisation is off."""
+    return lambda self: None if getattr(self, switch) else f"while {switch} is false; set that to true"
 
 
 class ControlDataModule(Experience):
@@ -92,11 +88,11 @@ class ControlDataModule(Experience):
     eval_env_kwargs: Any = setting(
         None, "keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
         "engine steps in training, they replace ``env_kwargs``", kind=dict[str, Any] | None,
-        computed=_of_environments("eval_env_kwargs", of_evaluation=True))  # fmt: skip
+        computed=_of_environments("eval_env_kwargs"))  # fmt: skip
     eval_wrappers: Any = setting(
         None, "wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
         kind=list[str | dict[str, Any]] | None,
-        computed=_of_environments("eval_wrappers", of_evaluation=True))  # fmt: skip
+        computed=_of_environments("eval_wrappers"))  # fmt: skip
     action_masks: bool = setting(
         True, "restrict actions to those that the environment allows in an ``action_mask`` of its Dict observation or "
         "infos, or by a method ``action_masks()``. False: ignore masks",
@@ -105,14 +101,17 @@ class ControlDataModule(Experience):
         False, "normalise observations by their running mean and standard deviation; ranks share theirs after every "
         "rollout")  # fmt: skip
     norm_reward: bool = setting(False, "divide rewards by the running standard deviation of their discounted sum")
-    norm_gamma: float | None = setting(None, "discount of that sum; None: the algorithm's γ", least=0, most=1)
+    norm_gamma: float | None = setting(None, "discount of that sum; None: the algorithm's γ", least=0, most=1,
+                                       idle=_without_norm("norm_reward"))  # fmt: skip
     warm_start_statistics: bool = setting(
         True, "start from the running statistics of the module's last training, if it has any")  # fmt: skip
     sign_reward: bool = setting(
         False, "learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged returns "
         "and evaluations use the game's points")  # fmt: skip
-    clip_obs: float = setting(10.0, "bound on normalised observations, in standard deviations", above=0, attribute="")
-    clip_reward: float = setting(10.0, "bound on normalised rewards", above=0, attribute="")
+    clip_obs: float = setting(10.0, "bound on normalised observations, in standard deviations", above=0, attribute="",
+                              idle=_without_norm("norm_obs"))  # fmt: skip
+    clip_reward: float = setting(10.0, "bound on normalised rewards", above=0, attribute="",
+                                 idle=_without_norm("norm_reward"))  # fmt: skip
     eval_freq: int = setting(
         10_000, "transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's "
         "``check_val_every_n_epoch`` and ``val_check_interval`` override it", least=0)  # fmt: skip
@@ -160,6 +159,8 @@ class ControlDataModule(Experience):
         if not self.environments.is_open:
             self.environments.open()
             if self.environments.makes_vector:
+                from datamodules.envs.engines import check_vector
+
                 check_vector(self.example_env, self)
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
@@ -259,90 +260,79 @@ class ControlDataModule(Experience):
 
     # ---------------------------------------------------------------- environments and statistics
 
-    def _warn_of_idle_arguments(self) -> None:
-        """Warns of arguments of a normalisation that is off. This is no error, because a config may keep unused
-        arguments.
-        """
-        for name, switch in IDLE_WITHOUT.items():
-            value = self.norm_gamma if name == "norm_gamma" else self.hparams[name]
-            if value != self.declared_settings[name].default and not getattr(self, switch):
-                rank_zero_warn(f"{name}={value} does nothing while {switch} is false; set that to true, or leave "
-                               f"{name} out")  # fmt: skip
-
     def _make_collector(self) -> Collector:
-        self._warn_of_idle_arguments()
-        clip_obs, clip_reward = self.hparams["clip_obs"], self.hparams["clip_reward"]
-        gamma = self.norm_gamma
-        if gamma is None:
-            discount = self.learner.discount if self.has_learner else None
-            gamma = 0.99 if discount is None else discount  # γ may be 0
-        normalizers = Normalizers()
-        if self.norm_obs or self.norm_reward:
-            from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+        warn_of_idle(self, self.idle_arguments())
+        envs, kind = self.environments.for_training(self.n_envs), Collector
+        if self.environments.makes_vector or self.environments.has_engine:
+            from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 
-            normalizers = Normalizers(
-                ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
-                RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
-            )
-        if self._world_size > 1:
-            for part in normalizers.parts():
-                part.track_own()
-        envs = self.environments.for_training(self.n_envs)
-        kind: type[Collector] = Collector
-        if (vector := torch_env(envs)) is not None and self.kind == "rollouts" and self.trainer is not None:
-            vector.to(self.trainer.strategy.root_device)
-        if vector is not None or (self.environments.makes_vector and returns_tensors(envs, self.seed)):
-            if self.kind == "replay":
-                envs = AsArrays(envs)
-            else:
-                from datamodules.tensor_collector import TensorCollector
+            if (vector := torch_env(envs)) is not None and self.kind == "rollouts" and self.trainer is not None:
+                vector.to(self.trainer.strategy.root_device)
+            if vector is not None or (self.environments.makes_vector and returns_tensors(envs, self.seed)):
+                if self.kind == "replay":
+                    envs = AsArrays(envs)
+                else:
+                    from datamodules.tensor_collector import TensorCollector
 
-                kind = TensorCollector
+                    kind = TensorCollector
         return kind(
             envs,
             streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
             generator_seed=stream_seed(self.seed, self._rank, "actions"),
             name=self.env_name,
-            normalizers=normalizers,
+            normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
             sign_reward=self.sign_reward,
             stats_window_size=self.hparams["stats_window_size"],
             returns_raw=self.kind == "replay",
         )
 
+    def _make_normalizers(self) -> Any:
+        from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+
+        clip_obs, clip_reward, gamma = self.hparams["clip_obs"], self.hparams["clip_reward"], self.norm_gamma
+        if gamma is None:
+            discount = self.learner.discount if self.has_learner else None
+            gamma = 0.99 if discount is None else discount  # γ may be 0
+        normalizers = Normalizers(
+            ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
+            RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
+        )
+        for part in normalizers.parts() if self._world_size > 1 else ():
+            part.track_own()
+        return normalizers
+
     def before_collecting(self) -> None:
         """Copies the statistics of an earlier run into the normalisers; called before each collection."""
         if not self.collector.is_fresh or not self.has_learner:
             return
-        state = self.learner.normalizer_state
-        if state is None:
-            return
-        if state["observation"] is not None and not self.norm_obs:
+        state, normalizers = self.learner.normalizer_state, self.collector.normalizers
+        if state is not None and state["observation"] is not None and not self.norm_obs:
             rank_zero_warn("norm_obs=False, but the weights were trained on normalised observations; give "
                            "norm_obs=True to continue with their statistics")  # fmt: skip
-        if self.warm_start_statistics:
-            self.collector.normalizers.warm_start(state)
+        if state is not None and normalizers is not None and self.warm_start_statistics:
+            normalizers.warm_start(state)
 
     def after_collecting(self, valid: torch.Tensor) -> None:
         """Counts a rollout's transitions, and passes the new statistics to every rank and to the learner."""
-        count = valid.sum()
-        if self._world_size > 1 and not self.ranks_differ_in_size:
-            count *= self._world_size  # every row is a transition, on every rank
-        elif self._world_size > 1:
+        count, ranks = valid.sum(), self._world_size
+        if ranks > 1 and not self.ranks_differ_in_size:
+            count *= ranks  # every row is a transition, on every rank
+        elif ranks > 1:
             strategy = self.learner_trainer.strategy
             # Replayed experience is on the CPU.
             count = strategy.reduce(count.to(strategy.root_device), reduce_op="sum")
         self.num_timesteps += int(count)
-        normalizers = self.collector.normalizers
-        if self._world_size > 1:
-            normalizers.merge_ranks(self._gather)
+        if ranks > 1 and self.collector.normalizers is not None:
+            self.collector.normalizers.merge_ranks(self._gather)
         self.hand_over_statistics()
 
     def hand_over_statistics(self) -> None:
         """Passes the statistics of the normaliser to the learner, which evaluates and saves with them."""
-        if self.has_learner:
-            normalizers = self.collector.normalizers
-            self.learner.observation_statistics = normalizers.statistics()
-            self.learner.normalizer_state = normalizers.state_dict()
+        module: Any = self.learner_trainer.lightning_module
+        normalizers = self.collector.normalizers
+        if hasattr(module, "experience"):  # an algorithm of this project
+            module.observation_statistics = None if normalizers is None else normalizers.statistics()
+            module.normalizer_state = None if normalizers is None else normalizers.state_dict()
 
     def _gather(self, own: np.ndarray) -> list[np.ndarray]:
         """Every rank's array, in the order of the ranks."""
@@ -430,14 +420,17 @@ class ControlDataModule(Experience):
         """Returns :meth:`metrics` over the episodes of all ranks; all ranks must call it."""
         if self._world_size == 1:
             return self.metrics()
-        device = self.learner_trainer.strategy.root_device
-        return {**self.metrics(), **self.collector.episodes.means_over_ranks(device)}
+        strategy = self.learner_trainer.strategy
+
+        def total(own: torch.Tensor) -> torch.Tensor:
+            return strategy.reduce(own.to(strategy.root_device), reduce_op="sum")
+
+        return {**self.metrics(), **self.collector.episodes.means(total)}
 
     # ---------------------------------------------------------------- state
 
     def rank_state(self) -> dict[str, Any]:
         """Returns this rank's part of the checkpoint; a subclass adds its storage."""
-        # A rollout that is being collected is waited for before the environments are asked.
         return {**state_of(self), "collector": self.collector.state_dict()}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:

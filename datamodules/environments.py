@@ -1,7 +1,6 @@
 """The environments of a run: an example that gives the spaces, and those of training and evaluation."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -9,17 +8,16 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.envs.agents import as_vector
-from datamodules.envs.masks import (
+from datamodules.envs.vector import (
     IGNORED,
-    VectorWithoutMasks,
+    EnvId,
+    as_vector,
+    environment_name,
     has_mask,
+    make_env,
+    make_vector_env,
     mask_source,
-    with_source,
 )
-from datamodules.envs.tensors import AsArrays, returns_tensors
-from datamodules.envs.vector import EnvId, environment_name, make_env, make_vector_env
-from datamodules.evaluation import KeptEnvs
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import example_arrays, space_brief, space_to_dict, tree_leaves
@@ -30,19 +28,8 @@ OWN_STATISTICS = {"NormalizeObservation": "norm_obs", "NormalizeReward": "norm_r
 
 
 class Environments:
-    """Makes the environments of a run, and keeps those of evaluation from one evaluation to the next.
-
-    Args:
-        env_id: as :class:`~datamodules.base.ControlDataModule` takes it, like the other arguments.
-        env_kwargs: keyword arguments of the environment.
-        wrappers: wrappers around each environment.
-        eval_env_kwargs: keyword arguments of evaluation, which override those of ``env_kwargs``; if an engine steps in
-            training, they replace ``env_kwargs``.
-        eval_wrappers: wrappers for evaluation, instead of ``wrappers``; None: the same.
-        vectorization_mode: how the environments of training step together.
-        autoreset_mode: when they begin their next episode.
-        action_masks: restrict actions to those that the environment allows.
-        seed: of the run.
+    """Makes the environments of a run, and keeps those of evaluation from one evaluation to the next. The arguments are
+    those of :class:`~datamodules.base.ControlDataModule`.
     """
 
     def __init__(
@@ -69,7 +56,8 @@ class Environments:
         self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
         self._eval_env_kwargs: Mapping[str, Any] | None = eval_env_kwargs
         self._eval_wrappers = eval_wrappers
-        self._kept = KeptEnvs()
+        # Those of evaluation by their number, and the settings that they were made with.
+        self._kept: dict[int, VectorEnv] = {}
         self._kept_settings: tuple[Any, ...] = ()
         self._example: Any = None
         # The same, with masks as the environment gives them.
@@ -155,11 +143,7 @@ class Environments:
         return isinstance(self.example, VectorEnv)
 
     def open(self) -> None:
-        """Makes the environment to look at.
-
-        Raises:
-            UsageError: it can't be made, has no spaces or some that no policy can read, or evaluation's differ.
-        """
+        """Makes the environment to look at."""
         settings = (self.env_kwargs, self.wrappers)
         # An engine preprocesses its environments itself, so those of evaluation show the policy's observations.
         settings = (dict(self.eval_env_kwargs), self.eval_wrappers) if self.has_engine else settings
@@ -170,12 +154,14 @@ class Environments:
         self._made = self._example
         self._mask_source = self.mask_source_of(self._made)
         if self._mask_source is not None:
-            wrap = VectorWithoutMasks if self.makes_vector else partial(with_source, source=self._mask_source)
-            self._example = wrap(self._made)
+            from datamodules.envs.masks import VectorWithoutMasks, with_source  # most environments have none
+
+            vector = self.makes_vector
+            self._example = VectorWithoutMasks(self._made) if vector else with_source(self._made, self._mask_source)
         warn_of_own_statistics(self._made)
         require_entries(self.name, self.observation_space, self.action_space)
         if self.evaluates_elsewhere and not self.makes_vector:
-            self._make_for_evaluation(1).close()  # a mistake is reported before training
+            self.make_for_evaluation(1).close()  # a mistake is reported before training
 
     def mask_source_of(self, env: Any) -> str | None:
         """Returns where an environment gives its masks; those of a user's vector are in its observations already."""
@@ -190,7 +176,13 @@ class Environments:
             if self._made is not self.env_id and not getattr(self._example, "closed", False):
                 self._example.close()
             self._example = self._made = None
-        self._kept.close()
+        self._close_kept()
+
+    def _close_kept(self) -> None:
+        for envs in self._kept.values():
+            if not getattr(envs, "closed", False):
+                envs.close()
+        self._kept.clear()
 
     def transition_model(self) -> Any:
         """Returns the environment's transition table as tensors; None if the environment has none."""
@@ -203,11 +195,7 @@ class Environments:
     # ---------------------------------------------------------------- vectors
 
     def for_training(self, n_envs: int) -> VectorEnv:
-        """The vector in which training steps, of ``n_envs`` environments or, if the user makes it, of its own number.
-
-        Raises:
-            UsageError: it can't be made, or an engine's spaces differ from evaluation's.
-        """
+        """Returns the vector in which training steps: ``n_envs`` environments, or the user's vector."""
         if self.makes_vector:
             return self.example
         envs = make_vector_env(self.env_id, n_envs, self.vectorization_mode, self.autoreset_mode, self.env_kwargs,
@@ -217,20 +205,24 @@ class Environments:
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
-        """Returns the vector of an evaluation; reused for the same ``n_envs`` until :meth:`close` or changed settings.
-
-        Raises:
-            UsageError: it can't be made, or has other spaces than that of training.
+        """Returns the vector of an evaluation; reused for the same ``n_envs`` until :meth:`close` or changed
+        settings.
         """
         settings = (self.env_id, self.env_kwargs, self.wrappers, self._eval_env_kwargs, self._eval_wrappers)
         # By identity, because arguments may be arrays, whose comparison is not a truth value.
         if [id(x) for x in settings] != [id(x) for x in self._kept_settings]:
-            self._kept.close()
+            self._close_kept()
             self._kept_settings = settings
-        return self._kept.get(n_envs, lambda: self._make_for_evaluation(n_envs))
+        if n_envs not in self._kept or getattr(self._kept[n_envs], "closed", False):
+            self._kept[n_envs] = self.make_for_evaluation(n_envs)
+        return self._kept[n_envs]
 
-    def _make_for_evaluation(self, n_envs: int) -> VectorEnv:
+    def make_for_evaluation(self, n_envs: int) -> VectorEnv:
+        """Makes the vector of an evaluation; refuses one with other spaces than that of training."""
         if self.makes_vector:
+            from datamodules.envs.masks import VectorWithoutMasks
+            from datamodules.envs.tensors import AsArrays, returns_tensors
+
             made = make_env(self.env_id, dict(self.eval_env_kwargs))
             if made is self._made:
                 raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
@@ -258,11 +250,7 @@ class Environments:
 
 
 def require_entries(name: str, observation_space: gym.Space, action_space: gym.Space) -> None:
-    """Refuses spaces that no policy can read or act in.
-
-    Raises:
-        UsageError: the observation space is of a kind that can't be stored, or one of them has no entries.
-    """
+    """Refuses spaces that no policy can read or act in: of a kind that can't be stored, or without entries."""
     space_to_dict(observation_space)
     observed, is_masked = split_space(observation_space, action_space)
     if not sum(leaf.size for leaf in tree_leaves(example_arrays(observed))):

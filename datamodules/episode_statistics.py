@@ -12,12 +12,7 @@ from rl_modules.core.state import Stateful, persistent
 
 
 class EpisodeStatistics(Stateful):
-    """Undiscounted returns and lengths of the running and of the last finished episodes.
-
-    Args:
-        n_envs: number of environments.
-        window: finished episodes that are kept.
-    """
+    """Undiscounted returns and lengths of the running and of the last ``window`` finished episodes."""
 
     running_return: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.float64))
     running_length: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.int64))
@@ -36,17 +31,8 @@ class EpisodeStatistics(Stateful):
         self.info_keywords: tuple[str, ...] = ()
 
     def ends_of(self, done: np.ndarray, info: dict[str, Any]) -> list[list[Any]]:
-        """Reads a step's infos of the episodes that ended in it, in the order of environments.
-
-        Args:
-            done: the episode ended, [N] bool.
-            info: the vector's infos of the step.
-
-        Returns:
-            Of each episode ``is_success``, as :func:`successes` reads it, and its values of ``info_keywords``.
-
-        Raises:
-            UsageError: ``is_success`` is not one number, or a keyword is missing or no number, text or None.
+        """Returns what a step's infos say of each episode that ended in it, in the order of environments:
+        ``is_success``, as :func:`successes` reads it, and its values of ``info_keywords``.
         """
         final = info.get("final_info", info)
         return [[success, *(_noted(final, name, i) for name in self.info_keywords)]
@@ -84,31 +70,20 @@ class EpisodeStatistics(Stateful):
                     self.on_finished(self.returns[-1], self.lengths[-1], *noted)
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
-    def means(self) -> dict[str, float]:
-        """Returns ``rollout/*``, the means over the last finished episodes; empty before the first has ended."""
-        means = {}
-        if self.returns:
-            means["rollout/ep_rew_mean"] = float(np.mean(self.returns))
-            means["rollout/ep_len_mean"] = float(np.mean(self.lengths))
-        if self.knows_success:
-            means["rollout/success_rate"] = float(np.mean(self.successes))
-        return means
-
-    def means_over_ranks(self, device: torch.device) -> dict[str, float]:
-        """:meth:`means` of the episodes of all ranks; all ranks call it together.
+    def means(self, sum_over_ranks: Callable[[torch.Tensor], Any] | None = None) -> dict[str, float]:
+        """Returns ``rollout/*``, the means over the last finished episodes; empty before the first has ended.
 
         Args:
-            device: the strategy's, where collectives take their tensors.
+            sum_over_ranks: returns a tensor's sum over all ranks, which call this together; None: one rank.
         """
-        own = [sum(self.returns), sum(self.lengths), len(self.returns), sum(self.successes), len(self.successes),
-               self.knows_success]  # fmt: skip
-        sums = torch.tensor(own, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(sums)
-        reward, length, count, successes, ended, known = sums.tolist()
+        own = [np.sum(self.returns), np.sum(self.lengths), len(self.returns), np.sum(self.successes),
+               len(self.successes), self.knows_success]  # fmt: skip
+        sums = torch.tensor(own, dtype=torch.float64)
+        if sum_over_ranks is not None:
+            sums = sum_over_ranks(sums)
+        reward, length, count, succeeded, ended, knows_success = sums.tolist()
         means = {"rollout/ep_rew_mean": reward / count, "rollout/ep_len_mean": length / count} if count else {}
-        if known:
-            means["rollout/success_rate"] = successes / ended
-        return means
+        return {**means, "rollout/success_rate": succeeded / ended} if knows_success else means
 
     def forget(self, which: np.ndarray) -> None:
         """Begins new episodes in the environments chosen by a mask, [N]."""
@@ -118,16 +93,11 @@ class EpisodeStatistics(Stateful):
 def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]:
     """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where the info lacks it, or has
     None.
-
-    Args:
-        done: the episode ended, [N] bool.
-        info: the vector's infos of the step.
-
-    Raises:
-        UsageError: a value that is not one number.
     """
     info = info.get("final_info", info)
-    said = np.asarray(info.get("_is_success", done), bool) if "is_success" in info else np.zeros_like(done)
+    if "is_success" not in info:
+        return dict.fromkeys(np.flatnonzero(done).tolist())
+    said = np.asarray(info.get("_is_success", done), bool)
     return {int(i): _success(info["is_success"], int(i)) if said[i] else None for i in np.flatnonzero(done)}
 
 

@@ -1,7 +1,6 @@
 """Whole episodes of a policy, in separate environments."""
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -12,9 +11,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.envs.boundary import Boundary
+from datamodules.envs.boundary import Boundary, require_finite_evaluation
 from datamodules.envs.episodes import episode_seed
-from datamodules.envs.guard import require_finite_evaluation
 from datamodules.episode_statistics import successes
 from rl_modules.common.masks import MASK
 
@@ -44,34 +42,11 @@ class Predicts(Protocol):
 
 
 def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
-    """Returns the context in which a policy's ``predict`` samples from a separate random stream.
-
-    Args:
-        policy: one without a method ``sampling_from``, such as another library's, samples as usual.
-        seed: of the stream.
+    """Returns the context in which a policy's ``predict`` samples from a separate random stream; one without a method
+    ``sampling_from``, such as another library's, samples as usual.
     """
     draw = getattr(policy, "sampling_from", None)
     return nullcontext() if draw is None else draw(seed)
-
-
-class KeptEnvs:
-    """The environments of evaluation, kept from one evaluation to the next by their number."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, VectorEnv] = {}
-
-    def get(self, number: int, make: Callable[[], VectorEnv]) -> VectorEnv:
-        """Returns the environments; calls ``make`` if there are none of that number or they were closed."""
-        if number not in self._kept or getattr(self._kept[number], "closed", False):
-            self._kept[number] = make()
-        return self._kept[number]
-
-    def close(self) -> None:
-        """Closes all."""
-        for envs in self._kept.values():
-            if not getattr(envs, "closed", False):
-                envs.close()
-        self._kept.clear()
 
 
 def run_episodes(

@@ -1,6 +1,7 @@
-"""The base of all datamodules: arguments, checkpoints, the run's Trainer and ranks."""
+"""The base of all datamodules: arguments, the run's Trainer and ranks, batches on demand, the state of all ranks."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,45 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.checkpoint_file import building, read_checkpoint
+from rl_modules.common.errors import UsageError
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared
+from rl_modules.ranks import cpu_group
+
+
+class LazyLoader:
+    """A sized iterable that makes each batch on demand.
+
+    Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
+    before its last update.
+
+    Args:
+        length: number of batches.
+        make_batches: returns a fresh iterator over them.
+    """
+
+    def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
+        self._length = length
+        self._make_batches = make_batches
+        #: Called before each batch is made, when the last batch is finished and the next has not begun.
+        self.before_next: Callable[[], None] | None = None
+        #: Called while a batch is made, where that takes long and a checkpoint written now resumes exactly.
+        self.while_waiting: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._make_batches()
+        while True:
+            if self.before_next is not None:
+                self.before_next()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
 
 class Experience(HasParts, Declared, L.LightningDataModule):
@@ -80,3 +117,81 @@ class Experience(HasParts, Declared, L.LightningDataModule):
         strategy = self.learner_trainer.strategy
         own = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
         return float(strategy.reduce(own, reduce_op="max"))
+
+
+def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
+    """Makes a fit that has not begun start with a whole evaluation, or without one.
+
+    The evaluation is Lightning's sanity check with all batches: it leaves the global generators as they were, and
+    callbacks that save or stop ignore it. The modules' ``on_load_checkpoint`` turns it off for a run that resumes.
+    """
+    tries = getattr(trainer, "fast_dev_run", False)
+    trainer.num_sanity_val_steps = float("inf") if wanted and not tries else 0
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take, in bytes: what the machine has free, or the container's limit leaves."""
+    known = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    elif hasattr(os, "sysconf"):
+        # Only Linux reports the free memory; elsewhere the installed memory is an upper bound.
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ):
+        group = Path(folder)
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Cached files count as used, but the system frees them when needed.
+            known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
+    return min(known, default=2**63)
+
+
+# ---------------------------------------------------------------- state
+
+
+def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
+    """Every rank's state, on rank 0 (Lightning saves rank 0's alone); all ranks call it together."""
+    if world_size == 1:
+        return [own]
+    states: list[Any] = [None] * world_size
+    # Rank 0 writes the checkpoint; the other ranks do not need the states.
+    torch.distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())
+    return states
+
+
+def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state; a UsageError if the checkpoint has another number of ranks."""
+    if len(states) != world_size:
+        raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
+                         "as many")  # fmt: skip
+    return states[rank]
+
+
+def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
+    """Returns the position in its epoch at which a run resumes, in minibatches.
+
+    Args:
+        position: of the checkpoint's run.
+        saved: its settings that decide an epoch's minibatches; ``length`` is their number.
+        layout: this run's.
+        begun: whether the checkpoint holds experience of later epochs already.
+    """
+    if saved == layout:
+        return position
+    if position % saved["length"] or begun:
+        changed = ", ".join(f"{name}={value} (it has {saved.get(name)})" for name, value in layout.items()
+                            if value != saved.get(name) and name != "length")  # fmt: skip
+        why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
+        raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
+                         "settings, or from a finished run")  # fmt: skip
+    return 0
+
+
+def preparation(learner: Any) -> dict[str, Any]:
+    """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
+    return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}

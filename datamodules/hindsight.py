@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
-from datamodules.envs.masks import reset_once
+from datamodules.envs.vector import reset_once
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import like
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from datamodules.acting import rollout_act
+from datamodules.collector import rollout_act
 from rl_modules.contract import Act, Rollout
-from rl_modules.core.state import Stateful, persistent
 
 #: Attributes that a copy does not share with the learner.
 _OWN = ("_trainer", "_modules", "_parameters", "_buffers", "training")
 
 
-class CollectedAhead(Stateful):
+class CollectedAhead:
     """The next rollout, collected by a copy of the policy while the policy itself trains.
 
     The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
@@ -26,9 +25,6 @@ class CollectedAhead(Stateful):
     Args:
         collect: collects a rollout with an ``act``.
     """
-
-    #: The next rollout, if it has been collected.
-    rollout: Rollout | None = persistent()
 
     def __init__(self, collect: Callable[[Act], Rollout]) -> None:
         self._collect = collect
@@ -64,27 +60,16 @@ class CollectedAhead(Stateful):
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="collects ahead")
         self._future = self._pool.submit(collect)
 
-    def wait(self) -> None:
-        """Waits for the rollout that is being collected."""
-        if self._future is not None:
-            self.rollout, self._future = self._future.result(), None
-
     def take(self) -> Rollout | None:
-        """Returns the rollout that was begun, once; None: no rollout was begun."""
-        self.wait()
-        rollout, self.rollout = self.rollout, None
-        return rollout
+        """Returns the rollout that was begun, complete and once; None: no rollout was begun."""
+        future, self._future = self._future, None
+        return None if future is None else future.result()
 
     def stop(self) -> None:
         """Waits for the rollout that is being collected, and ends the thread."""
         if self._pool is not None:
             self._pool.shutdown()
         self._pool = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the rollout that was begun, complete."""
-        self.wait()
-        return super().state_dict()
 
 
 def frozen_copy(learner: Any) -> Any:

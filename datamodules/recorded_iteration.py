@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.acting import prepared_by, rollout_act
+from datamodules.collector import prepared_by, rollout_act
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
@@ -70,8 +70,8 @@ class RecordedIteration(Recorded):
             number.fill_(getattr(learner, name))
         if self.orders is None:
             return {}
-        draws = [self.data._draw_order() for _ in range(self.data.n_epochs)]
-        orders = torch.stack(draws)
+        size, shuffler = self.orders.shape[1], self.data._shuffler
+        orders = torch.stack([torch.randperm(size, generator=shuffler) for _ in range(self.data.n_epochs)])
         return {"order": orders.pin_memory() if self.device.type == "cuda" else orders}
 
     def __call__(self, batch: dict[str, Any], batch_idx: int) -> None:

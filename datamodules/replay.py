@@ -14,14 +14,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
-from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, replay_bytes
+from datamodules.collector import prepared_by, rollout_act
+from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
-from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, require_goals
-from datamodules.loader import LazyLoader
-from datamodules.replay_arguments import check_arguments, parse_train_freq, require_memory
-from datamodules.resume import preparation, resumed_position
+from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
@@ -29,7 +27,7 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
 from rl_modules.contract import REPLAY
-from rl_modules.core.seams import require_action, require_rows
+from rl_modules.core.seams import require_action
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 
@@ -47,6 +45,20 @@ def check_gradient_steps(name: str, value: Any) -> Any:
     """Refuses what is neither a number of minibatches nor -1."""
     if value == 0:
         raise UsageError(f"{name}={value} must be at least 1, or -1 for as many as transitions")
+    return value
+
+
+def without_priorities(data: Any) -> str | None:
+    """The rule of arguments that have no effect while transitions are drawn uniformly."""
+    return None if data.prioritized_replay else "while prioritized_replay is false; set that to true"
+
+
+def check_train_freq(name: str, value: Any) -> Any:
+    """Refuses what is neither a number of steps nor a number and a unit."""
+    if isinstance(value, tuple | list) and not (
+        len(value) == 2 and isinstance(value[0], int) and value[0] > 0 and value[1] in ("step", "episode")
+    ):
+        raise UsageError(f'{name}={value!r} must be a number of steps, or [number, "step"] or [number, "episode"]')
     return value
 
 
@@ -82,8 +94,8 @@ class ReplayDataModule(ControlDataModule):
         least=0)  # fmt: skip
     train_freq: Any = setting(
         None, "steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
-        "environment; None: the algorithm's (DQN 4, the others 1)", kind=int | tuple[int, str] | None,
-        attribute="")  # fmt: skip
+        "environment; None: the algorithm's (DQN 4, the others 1)", kind=int | tuple[int, str] | None, least=1,
+        attribute="", check=check_train_freq)  # fmt: skip
     gradient_steps: Any = setting(
         1, "minibatches per round; -1: as many as transitions (``train_freq * n_envs``)", kind=int, least=-1,
         attribute="", check=check_gradient_steps)  # fmt: skip
@@ -95,12 +107,14 @@ class ReplayDataModule(ControlDataModule):
         least=1)  # fmt: skip
     prioritized_replay: bool = setting(False, "draw transitions in proportion to their TD error instead of uniformly")
     prioritized_replay_alpha: float = setting(
-        0.6, "α ≥ 0, exponent of the TD error; 0: uniform", least=0, attribute="alpha")  # fmt: skip
+        0.6, "α ≥ 0, exponent of the TD error; 0: uniform", least=0, attribute="alpha",
+        idle=without_priorities)  # fmt: skip
     prioritized_replay_beta0: float = setting(
         0.4, "β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling bias that the "
-        "importance weights correct", least=0, most=1, attribute="beta0")  # fmt: skip
+        "importance weights correct", least=0, most=1, attribute="beta0", idle=without_priorities)  # fmt: skip
     prioritized_replay_eps: float = setting(
-        1e-6, "ε > 0, in units of reward, added to each TD error", above=0, attribute="epsilon")  # fmt: skip
+        1e-6, "ε > 0, in units of reward, added to each TD error", above=0, attribute="epsilon",
+        idle=without_priorities)  # fmt: skip
     share_frames: bool = setting(
         False, "the observations are stacks of k frames along their first axis. Each frame is stored once, and the "
         "stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then frames: one "
@@ -136,7 +150,14 @@ class ReplayDataModule(ControlDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_arguments(self.hparams, self.n_envs, self.total_timesteps)
+        if self.learning_starts >= self.total_timesteps:
+            raise UsageError(f"learning_starts={self.learning_starts} must lie in [0, total_timesteps="
+                             f"{self.total_timesteps}): nothing would be left to learn in")  # fmt: skip
+        kept = self.checkpoint_buffer_size
+        if kept is not None and kept < self.n_envs:
+            raise UsageError(f"checkpoint_buffer_size={kept} must be at least n_envs={self.n_envs}, a row of each "
+                             "environment; or None for all rows")  # fmt: skip
+        check_hindsight(self.hparams)
         self.resolve()
         self._warned_of_fields = False
 
@@ -148,9 +169,10 @@ class ReplayDataModule(ControlDataModule):
         """
         wanted = self.learner.experience if self.has_learner else REPLAY
         given: Any = self.hparams
-        self.train_freq, self.counts_episodes = parse_train_freq(given.train_freq, wanted.train_freq)
-        batch_size = (wanted.batch_size or 32) if given.batch_size is None else given.batch_size
-        self.batch_size = at_least("batch_size", batch_size)
+        freq = wanted.train_freq if given.train_freq is None else given.train_freq
+        self.train_freq, unit = freq if isinstance(freq, tuple | list) else (int(freq), "step")
+        self.counts_episodes = unit == "episode"
+        self.batch_size = at_least("batch_size", given.batch_size or wanted.batch_size or 32)
         if self.batch_size > self.buffer_size:
             raise UsageError(f"batch_size={self.batch_size} must be at most buffer_size={self.buffer_size}, the "
                              "transitions that it is drawn from")  # fmt: skip
@@ -223,11 +245,15 @@ class ReplayDataModule(ControlDataModule):
                 bool(given.n_sampled_goal), self.norm_obs,
             )  # fmt: skip
 
-        needed = size(self.buffer_size, self.prioritized_replay)
-        if bound is not None and bound < self.buffer_size:
+        needed, free = size(self.buffer_size, self.prioritized_replay), available_bytes()
+        if is_bounded := bound is not None and bound < self.buffer_size:
             needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
-        rank_zero_only(log.info)(require_memory(self.buffer_size, needed))
-        if bound is not None and bound < self.buffer_size:
+        needs, has = _readable(needed), _readable(free)
+        if needed > free:
+            raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; "
+                             f"{int(self.buffer_size * free / needed * 0.8)} would fit")  # fmt: skip
+        rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
+        if is_bounded:
             rank_zero_only(log.info)(
                 f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run resumed from one "
                 "lacks the older transitions, and differs from one that was never stopped."
@@ -259,7 +285,8 @@ class ReplayDataModule(ControlDataModule):
         if self._world_size > 1 and position % length == 0:
             # Without this, the ranks of a subclass that collects nothing would have different statistics.
             self._count_recorded()
-            self.collector.normalizers.merge_ranks(self._gather)
+            if self.collector.normalizers is not None:
+                self.collector.normalizers.merge_ranks(self._gather)
         # Lightning knows how many of them an epoch has.
         for _ in range(length):
             position = 0 if position >= length else position
@@ -388,17 +415,18 @@ class ReplayDataModule(ControlDataModule):
         """Gives new rows of the buffer their priorities, those that a subclass adds among them."""
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
-        if not self.collector.is_unfinished and self.collector.normalizers.parts():
+        if not self.collector.is_unfinished and self.collector.normalizers is not None:
             self._recorded.append(rollout)
 
     def _count_recorded(self) -> None:
         """Merges rows that a subclass added into the statistics of the normalisers; not when they are added, because
         the statistics of an earlier run, which come first, are known later.
         """
-        if self._recorded:
+        normalizers = self.collector.normalizers
+        if self._recorded and normalizers is not None:
             self.before_collecting()
             for rollout in self._recorded:
-                self.collector.normalizers.add_recorded(rollout)
+                normalizers.add_recorded(rollout)
             self._recorded = []
             self.hand_over_statistics()
 
@@ -410,7 +438,8 @@ class ReplayDataModule(ControlDataModule):
         self._count_recorded()
         index = self.sampler.draw(count * self.batch_size)
         sample = self.replay.gather(index, self.n_steps)
-        self.collector.normalizers.sample(sample)
+        if self.collector.normalizers is not None:
+            self.collector.normalizers.sample(sample)
         if isinstance(self.sampler, PrioritizedSampler):
             share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
             beta = self.beta0 + (1.0 - self.beta0) * share_done
@@ -420,8 +449,7 @@ class ReplayDataModule(ControlDataModule):
         if not self._parts:  # a resumed run draws before it collects
             self._parts = list(module.modules())
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            prepared = prepared_by(module, sample)
-        require_rows(prepared, (len(index),), "[M]")
+            prepared = prepared_by(module, sample, (len(index),), "[M]")
         if count == 1:
             self._drawn.append(prepared)
             return
@@ -499,3 +527,7 @@ class ReplayDataModule(ControlDataModule):
         # Minibatches that were prepared for another setting are drawn again.
         if not goes_on or {**here, **state["preparation"]} != here:
             self._drawn.clear()
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -2,24 +2,20 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule
-from datamodules.free_memory import available_bytes
-from datamodules.loader import LazyLoader
-from datamodules.overlap import CollectedAhead
-from datamodules.resume import preparation, require_same_preparation, resumed_position
+from datamodules.collector import prepared_by, rollout_act
+from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
-from rl_modules.contract import MINIBATCHES, Act, Rollout, RolloutSource
-from rl_modules.core.seams import require_rows
+from rl_modules.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 
@@ -67,8 +63,11 @@ class RolloutDataModule(ControlDataModule):
     _fields: Batch | None = persistent()
     _order: Tensor | None = persistent()
     _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
+    # The next rollout, if the thread of `overlap` has collected it, and what runs the thread.
+    _next: Rollout | None = persistent()
+    _ahead: Any = transient()
+    # The step of training under the algorithm's `graph`.
     _recorded: Any = transient()
-    _ahead: CollectedAhead = persistent(lambda self: CollectedAhead(self._collect))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,17 +84,25 @@ class RolloutDataModule(ControlDataModule):
             self.collector.memory = Memory(self.learner)
         self.resolve()
         self.collector.reports_at_once = not self.overlap
-        if self.overlap and self.learner_trainer.precision == "64-true":
+        if not self.overlap:
+            return
+        if self.learner_trainer.precision == "64-true":
             raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
                              "forward passes, which a thread can't share; leave overlap out")  # fmt: skip
+        from datamodules.overlap import CollectedAhead
+
+        collector, device = self.collector, self.learner_trainer.strategy.root_device
+        self._ahead = CollectedAhead(lambda act: collector.collect(act, self.n_steps, device))
 
     def _on_exception(self, exception: BaseException) -> None:
         # `teardown` is not called then, and the next fit may step the same vector.
-        self._ahead.stop()
+        if self._ahead is not None:
+            self._ahead.stop()
         super()._on_exception(exception)
 
     def _teardown(self, stage: str) -> None:
-        self._ahead.stop()
+        if self._ahead is not None:
+            self._ahead.stop()
         super()._teardown(stage)
 
     def _resolve(self) -> None:
@@ -114,7 +121,8 @@ class RolloutDataModule(ControlDataModule):
         else:
             self.batch_size = size if given.batch_size is None else int(given.batch_size)
         self._check_batch_size(self.batch_size, size)
-        if self._has_reset_rows and self.batch_size == 1 < size:
+        resets = self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
+        if resets and self.batch_size == 1 < size:
             raise UsageError(f"batch_size=1 makes a minibatch of each of n_envs*n_steps={size} rows, and with "
                              "autoreset_mode=next_step some rows are resets, not transitions; give at least "
                              "batch_size=2")  # fmt: skip
@@ -161,15 +169,6 @@ class RolloutDataModule(ControlDataModule):
                              "n_steps or n_envs")  # fmt: skip
 
     @property
-    def _has_reset_rows(self) -> bool:
-        return self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
-
-    @property
-    def _takes_empty(self) -> bool:
-        """Whether any rollout can be learned from: it has no reset rows, or may consist of them alone."""
-        return not self._has_reset_rows or (self.has_learner and self.learner.experience.takes_empty)
-
-    @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
         return self.n_envs * self.n_steps * self.rollouts_per_epoch * self._world_size
@@ -180,15 +179,14 @@ class RolloutDataModule(ControlDataModule):
         self._check_batch_size(self.batch_size, self.n_envs * self.n_steps)  # a callback may have set it
         if self._is_recorded:
             return LazyLoader(self.rollouts_per_epoch, self._iterations)
-        return LazyLoader(self.rollouts_per_epoch * self._batches_per_rollout, self._minibatches)
+        return LazyLoader(self._layout["length"], self._minibatches)
 
-    # Under the algorithm's ``graph``.
     @property
     def _is_recorded(self) -> bool:
         return self.has_learner and getattr(self.learner, "graph", False)
 
     def recorded_iteration(self) -> Any:
-        """Returns a rollout and the updates on it as one step of training."""
+        """Returns a rollout and the updates on it as one step of training, for an algorithm with ``graph``."""
         from datamodules.recorded_iteration import RecordedIteration
 
         self._recorded = RecordedIteration(self)
@@ -196,11 +194,10 @@ class RolloutDataModule(ControlDataModule):
 
     def _iterations(self) -> Iterator[Batch]:
         """One epoch's iterations, as :meth:`_minibatches` yields their minibatches; the step collects by itself."""
-        per_rollout, position = self._batches_per_rollout, self._position
-        length = self.rollouts_per_epoch * per_rollout
+        per_rollout, position, length = self._batches_per_rollout, self._position, self._layout["length"]
         for _ in range(self.rollouts_per_epoch):
             position = (0 if position >= length else position) + per_rollout
-            batch = cast(Any, self._recorded).begin()
+            batch = self._recorded.begin()
             self.num_timesteps += self.n_envs * self.n_steps
             self._position = position
             if self.num_timesteps >= self.total_timesteps:
@@ -237,7 +234,7 @@ class RolloutDataModule(ControlDataModule):
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
         per_pass = self.n_envs * self.n_steps // self.batch_size
-        per_rollout = self._batches_per_rollout
+        per_rollout = self.n_epochs * per_pass
         length = self.rollouts_per_epoch * per_rollout
         batches: list[Batch] = []
         position = self._position
@@ -246,10 +243,8 @@ class RolloutDataModule(ControlDataModule):
             position = 0 if position >= length else position
             if position % per_rollout == 0:
                 self._fields = self._new_rollout()
-            if position % per_pass == 0:
-                self._order = self._draw_order()
             if position % per_pass == 0 or not batches:
-                batches = self._split(per_pass)
+                batches = self._cut(per_pass, begins=position % per_pass == 0)
             self._position = position + 1
             # Lightning asks for nothing after the last batch, so the end is announced before it.
             if (position + 1) % per_rollout == 0 and self.num_timesteps >= self.total_timesteps:
@@ -260,50 +255,47 @@ class RolloutDataModule(ControlDataModule):
             position += 1
 
     def _new_rollout(self) -> Batch:
-        """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
-        learner: Any = self.learner
-        precision = self.learner_trainer.precision_plugin.forward_context
+        """Collects, lets the module prepare, and flattens [T, N] to the valid rows."""
+        trainer, collector = self.learner_trainer, self.collector
+        learner: Any = trainer.lightning_module
+        precision = trainer.precision_plugin.forward_context
         self.before_collecting()
+        takes_any = collector.mode != AutoresetMode.NEXT_STEP or (self.has_learner and learner.experience.takes_empty)
         with evaluation_mode(learner.modules()), torch.no_grad():
-            rollout = self._ahead.take()
-            if rollout is None:
+            self._finish_ahead()
+            rollout, self._next = self._next, None
+            # Where every environment only reset, there is nothing to learn from, and no transition is lost.
+            while rollout is None or not (takes_any or rollout["valid"].any()):
+                collector.report()
                 with precision():
-                    rollout = self._collect(rollout_act(learner))
-            while not self._takes_empty and not rollout["valid"].any():
-                # Every environment only reset: there is nothing to learn from, and no transition is lost.
-                self.collector.report()
-                with precision():
-                    rollout = self._collect(rollout_act(learner))
-            self.collector.report()
-            valid = rollout["valid"]
-            self.after_collecting(valid)
-            if self.overlap and self.num_timesteps < self.total_timesteps:
+                    rollout = collector.collect(rollout_act(learner), self.n_steps, learner.device)
+            collector.report()
+            self.after_collecting(rollout["valid"])
+            if self._ahead is not None and self.num_timesteps < self.total_timesteps:
                 self._ahead.begin(learner, precision)
             with precision():
-                prepared = prepared_by(learner, rollout)
-        # The number of rows may differ from the rollout's: Monte Carlo control yields the episodes that have ended.
-        valid = prepared.pop("valid", valid) if isinstance(prepared, dict) else valid
-        is_cut = valid.shape != rollout["valid"].shape
-        require_rows(prepared, tuple(valid.shape), "[sequences, N]" if is_cut else "[T, N]")
-        if self.collector.mode != AutoresetMode.NEXT_STEP:
+                prepared = prepared_by(learner, rollout, rows=None)
+        valid = prepared.pop("valid", rollout["valid"])
+        if collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)
 
-    def _collect(self, act: Act) -> Rollout:
-        return self.collector.collect(act, self.n_steps, self.learner.device)
+    def _finish_ahead(self) -> None:
+        """Waits for the rollout that the thread is collecting."""
+        if self._ahead is not None and (rollout := self._ahead.take()) is not None:
+            self._next = rollout
 
-    def _draw_order(self) -> Tensor | None:
-        # With one minibatch per pass, the order of transitions does not matter.
-        if self.batch_size == self.n_envs * self.n_steps:
-            return None
-        rows = self.n_envs * self.n_steps if self._is_recorded else len(tree_leaves(self.rollout)[0])
-        return torch.randperm(rows, generator=self._shuffler)
-
-    def _split(self, n_minibatches: int) -> list[Batch]:
-        """The rollout in its current order, cut into minibatches (of nearly one size where rows are not valid)."""
-        fields, order = self.rollout, self._order
-        if order is None:
-            return [fields]
+    def _cut(self, n_minibatches: int, begins: bool) -> list[Batch]:
+        """The rollout in its current order, or a new one where a pass begins, cut into minibatches (of nearly one size
+        where rows are not valid).
+        """
+        fields: Any = self._fields
+        if n_minibatches == 1:
+            self._order = None
+            return [fields]  # the order of transitions does not matter
+        if begins or self._order is None:
+            self._order = torch.randperm(len(tree_leaves(fields)[0]), generator=self._shuffler)
+        order = self._order
         if len(order) < n_minibatches:
             raise UsageError(f"batch_size={self.batch_size} cuts n_steps={self.n_steps} into {n_minibatches} "
                              f"minibatches, and all rows of the rollout but {len(order)} are resets "
@@ -316,12 +308,14 @@ class RolloutDataModule(ControlDataModule):
     @property
     def _layout(self) -> dict[str, int]:
         names = ("n_envs", "n_steps", "batch_size", "n_epochs", "rollouts_per_epoch")
-        layout = {**{name: getattr(self, name) for name in names},
-                  "length": self.rollouts_per_epoch * self._batches_per_rollout}  # fmt: skip
+        layout = {name: getattr(self, name) for name in names}
+        layout["length"] = self.rollouts_per_epoch * self._batches_per_rollout
         return {**layout, "graph": True} if self._is_recorded else layout
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
+        # The thread steps the environments, which are asked for their episodes.
+        self._finish_ahead()
         if self._recorded is not None:
             self._recorded.read_episodes()
         prepared = preparation(self.learner) if self.has_learner else {}
@@ -331,7 +325,7 @@ class RolloutDataModule(ControlDataModule):
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
         super().load_rank_state(state)
-        saved, is_ahead = state["layout"], self._ahead.rollout is not None
+        saved, is_ahead = state["layout"], self._next is not None
         if self.hparams["rollouts_per_epoch"] is None and self._position % saved["length"]:
             # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
             # began.
@@ -340,8 +334,13 @@ class RolloutDataModule(ControlDataModule):
         # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
         begun = is_ahead and saved["n_steps"] != self.n_steps
         self._position = resumed_position(self._position, saved, self._layout, begun)
-        if self.has_learner and (self._fields is not None or is_ahead):
-            require_same_preparation(state["preparation"], preparation(self.learner))
+        half_used = self.has_learner and (self._fields is not None or is_ahead)
+        here = preparation(self.learner) if half_used else {}
+        for name, value in here.items():
+            if state["preparation"].get(name, value) != value:
+                raise UsageError(f"{name}={value!r} (it has {state['preparation'][name]!r}): the checkpoint is from "
+                                 "the middle of an epoch, and its rollout was prepared for the old setting; resume "
+                                 "with that, or from a finished run")  # fmt: skip
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

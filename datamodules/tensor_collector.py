@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.collector import Collector
-from datamodules.envs.guard import require_finite
+from datamodules.envs.boundary import require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
-from datamodules.tensor_normalization import TensorNormalizers
-from rl_modules.common.spaces import tree_leaves, tree_map
+from datamodules.normalization import Normalizers
+from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted
 from rl_modules.core.state import Stateful
@@ -34,11 +36,8 @@ class TensorCollector(Collector):
             UsageError: a NaN or infinite reward or observation, environments that failed, or an episode's end without
                 its final observation.
         """
-        if self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
-            self._observation = self._arrays(self.boundary.reset(seed=self._reset_seed()))
-        self._raw = self._observation
+            self._begin(device)
         envs, n = self.envs, self.envs.num_envs
         on = tree_leaves(self._observation)[0].device
         observations, successors = (
@@ -49,7 +48,7 @@ class TensorCollector(Collector):
         terminated, truncated = (torch.empty((n_steps, n), dtype=torch.bool, device=device) for _ in range(2))
         valid = torch.ones_like(terminated)
         starts, resets_next = (torch.from_numpy(x).to(on) for x in (self.episode_start, self._resets_next))
-        normalizers = TensorNormalizers(self.normalizers, self.space, device)
+        normalizers = TensorNormalizers(self.normalizers or Normalizers(), self.space, device)
         acted: list[dict[str, Tensor]] = []
         infos: list[dict[str, Tensor]] = []
         if self.memory is not None:
@@ -73,23 +72,23 @@ class TensorCollector(Collector):
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~resets_next
                 starts, resets_next = resets_next, done
-                self._observation = final = self._arrays(raw)
+                self._observe(raw)
+                final = self._observation
             else:
                 starts = done
                 raw, final = self._after_a_reset(raw, done, info)
-                self._observation = self._arrays(raw)
+                self._observe(raw)
             tree_map(
                 lambda buffer, x, last, t=t, done=done: buffer[t].copy_(_where(done, last, x)),
                 successors, self._observation, final,
             )  # fmt: skip
         tree_map(lambda buffer, x: buffer[n_steps].copy_(x), observations, self._observation)
         self.episode_start, self._resets_next = (x.cpu().numpy().copy() for x in (starts, resets_next))
-        self._raw = self._observation
         done = terminated | truncated
         self._remember(reward, done, valid, infos)
         self._require_finite(observations, successors, reward)
         reward = reward.sign() if self.sign_reward else normalizers.reward(reward, done, valid)
-        if self.digits.left > 0:
+        if self.digits.looks:
             self.digits.see(tree_map(lambda x: x[:-1].flatten(0, 1).cpu().numpy(), observations))
         normalizers.update(tree_map(lambda x: x[:-1], observations), valid)
         observations, successors = normalizers.observation(observations), normalizers.observation(successors)
@@ -106,12 +105,12 @@ class TensorCollector(Collector):
         """Returns the vector's observations after resets, and final observations in the rows of episodes that ended."""
         if self.mode == AutoresetMode.DISABLED:
             if not done.any():
-                return raw, self._arrays(raw)
-            final = tree_map(torch.clone, self._arrays(raw))  # the reset may write into the same memory
+                return raw, self._tensors(raw)
+            final = tree_map(torch.clone, self._tensors(raw))  # the reset may write into the same memory
             return self.boundary.reset(options={"reset_mask": done}), final
         if info.get("final_obs") is not None or done.any():
-            return raw, self._arrays(self.boundary.final(info, batched=True))
-        return raw, self._arrays(raw)
+            return raw, self._tensors(self.boundary.final(info, batched=True))
+        return raw, self._tensors(raw)
 
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:
         """Keeps the rollout's rewards and ends for the statistics of episodes, in the host's memory."""
@@ -137,7 +136,7 @@ class TensorCollector(Collector):
             rows, columns = (rollout["terminated"] | rollout["truncated"]).nonzero(as_tuple=True)
         unseen = tree_map(lambda x, y: torch.cat([x[-1], y[rows, columns]]), observations, rollout["next_observation"])
         ends = list(zip(rows.tolist(), columns.tolist(), strict=True))
-        return self._next_value(act, device, unseen, rollout["value"], ends)
+        return self._next_value(act, unseen, rollout["value"], ends)
 
     # ---------------------------------------------------------------- state
 
@@ -150,10 +149,14 @@ class TensorCollector(Collector):
             super().load_state_dict(state, device)
             return
         self.begun_anew[:] = False
+        state = {**state, "normalizers": None} if self.normalizers is None else state
         Stateful.load_state_dict(self, state, device)
         vector.load_state_dict(state["vector"])
 
-    def _arrays(self, raw: Any) -> Any:
+    def _observe(self, raw: Any) -> None:
+        self._observation = self._raw = self._tensors(raw)
+
+    def _tensors(self, raw: Any) -> Any:
         return observation_tensors(self.space, raw, self.double)
 
 
@@ -166,3 +169,66 @@ def _copied(info: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
 def _where(done: Tensor, last: Tensor, x: Tensor) -> Tensor:
     """``last`` in the rows that are ``done``, else ``x``."""
     return x if last is x else torch.where(done.reshape(-1, *[1] * (x.dim() - 1)), last, x)
+
+
+class TensorNormalizers:
+    """The normalisers of a run, applied to tensors on their device.
+
+    A rollout is normalised by the statistics from before it, and then changes them as a whole: numbers go to the host
+    once per rollout. (Those of NumPy arrays change with every step.)
+    """
+
+    def __init__(self, normalizers: Normalizers, space: spaces.Space, device: torch.device) -> None:
+        self.normalizers = normalizers
+
+        def on_device(statistic: Any, example: np.ndarray) -> Any:
+            if statistic is None:
+                return None
+            mean, std, clip = statistic
+            return *(torch.from_numpy(np.asarray(x, example.dtype)).to(device) for x in (mean, std)), clip
+
+        # The CPU's statistics are float64; those of a device are where its observations may be.
+        given = normalizers.statistics()
+        examples = example_arrays(space, double=device.type != "mps")
+        self.statistics = None if given is None else tree_map(on_device, given, examples)
+
+    def observation(self, observation: Any) -> Any:
+        """Observations, [..., *obs], in units of their running standard deviation, or as they are."""
+        return observation if self.statistics is None else tree_map(_normalize, observation, self.statistics)
+
+    def reward(self, reward: Tensor, done: Tensor, valid: Tensor) -> Tensor:
+        """Returns a rollout's rewards, [T, N], scaled or as they are; updates the statistics of returns."""
+        normalizer = self.normalizers.of_rewards
+        if normalizer is None:
+            return reward
+        scale, running = float(normalizer.running.scale()), torch.from_numpy(normalizer.returns).to(reward)
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            running = torch.where(valid[t], running * normalizer.gamma + reward[t], running)
+            returns[t] = running
+            running = torch.where(done[t], 0.0, running)
+        normalizer.running.merge(*_moments(returns, valid))
+        normalizer.returns = running.double().cpu().numpy()
+        return (reward / scale).clamp(-normalizer.clip, normalizer.clip)
+
+    def update(self, observation: Any, valid: Tensor) -> None:
+        """Adds a rollout's observations, [T, N, *obs] as the environments returned them, to the statistics."""
+        if self.normalizers.of_observations is not None:
+            tree_map(lambda running, x: running and running.merge(*_moments(x, valid)),
+                     self.normalizers.of_observations.running, observation)  # fmt: skip
+
+
+def _normalize(x: Tensor, statistic: Any) -> Tensor:
+    if statistic is None:
+        return x.float() if x.dtype is torch.float64 else x
+    mean, std, clip = statistic
+    return ((x - mean) / std).clamp(-clip, clip).float()
+
+
+def _moments(x: Tensor, valid: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
+    """Mean and variance over the valid rows of [T, N, *shape], and how many these are."""
+    weight = valid.reshape(*valid.shape, *[1] * (x.dim() - 2)).double()
+    count = valid.sum()
+    mean = (x * weight).sum((0, 1)) / count
+    variance = ((x - mean).square() * weight).sum((0, 1)) / count
+    return mean.cpu().numpy(), variance.cpu().numpy(), int(count)

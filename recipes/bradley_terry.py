@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from datamodules.loader import LazyLoader
+from datamodules.experience import LazyLoader
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 

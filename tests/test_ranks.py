@@ -21,9 +21,8 @@ from torch import Tensor
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from datamodules.normalizers import Normalizers
-from datamodules.resume import gather_ranks
+from datamodules.experience import gather_ranks
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped

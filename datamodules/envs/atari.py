@@ -3,8 +3,6 @@
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
-from gymnasium.vector import VectorWrapper
 
 from rl_modules.common.errors import UsageError
 
@@ -83,11 +81,3 @@ class EpisodicLife(gym.Wrapper):
         lost = 0 < info["lives"] < self.lives
         self.lives = info["lives"]
         return observation, reward, terminated or lost, truncated, info
-
-
-class SmallSeeds(VectorWrapper):
-    """ALE's engine with seeds of any size: it takes 31 bits, and consecutive ones for its environments."""
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        small = None if seed is None else int(np.ravel(seed)[0]) % (2**31 - self.num_envs)
-        return self.env.reset(seed=small, options=options)

@@ -1,19 +1,24 @@
-"""What environments return, checked once where it enters: shapes, dtypes, and names of infos."""
+"""What environments return, checked once where it enters: shapes, dtypes, numbers, names of infos, and errors."""
 
+import contextlib
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.envs.guard import raise_in_one_sentence
-from datamodules.envs.restore import has_episodes
 from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import is_image, tree_leaves
 
 #: Infos that Gymnasium's vectors add to those of their environments where an episode ended.
 ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))
+#: Observations after which mean and deviation are compared, and |mean| ÷ deviation from which a deviation has fewer
+#: than eight steps of float32 (24 bits).
+SEEN, LARGEST = 1000, 2.0**20
 #: From an observation to what is wrong with it; None: nothing.
 Misfit = Callable[[Any], str | None]
 
@@ -86,6 +91,28 @@ def without(names: frozenset[str], info: dict[str, Any]) -> dict[str, Any]:
     return info if names.isdisjoint(info) else {key: x for key, x in info.items() if key not in names}
 
 
+def rows_of(batch: Any, n: int) -> list[Any]:
+    """Returns the observations of each environment, from their batch."""
+    if isinstance(batch, dict):
+        parts = {name: rows_of(part, n) for name, part in batch.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(n)]
+    if isinstance(batch, tuple):
+        return list(zip(*(rows_of(part, n) for part in batch), strict=True))
+    return [batch[i] for i in range(n)]
+
+
+def has_episodes(envs: VectorEnv) -> bool:
+    """Returns whether the vector consists of single environments that know their episodes; an engine's do not."""
+    if not hasattr(envs, "get_attr"):
+        return False
+    with contextlib.suppress(Exception):
+        if isinstance(envs, AsyncVectorEnv):  # a worker that is asked for an attribute it lacks ends
+            return all(envs.call("has_wrapper_attr", "episode_state"))
+        envs.get_attr("episode_state")
+        return True
+    return False
+
+
 class Boundary:
     """Resets and steps a vector; an error in it, or what does not fit its spaces, is one sentence.
 
@@ -97,19 +124,20 @@ class Boundary:
     """
 
     def __init__(self, envs: VectorEnv, name: str) -> None:
-        self.envs, self.name = envs, name
+        self.envs, self.name, self.space = envs, name, envs.single_observation_space
         self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         #: Whether it consists of single environments that know their episodes.
         self.has_episodes = has_episodes(envs)
-        self._misfit = misfit(envs.single_observation_space)
-        self._misfit_of_batch = misfit(envs.single_observation_space, (envs.num_envs,))
+        self._misfit, self._misfit_of_batch = misfit(self.space), misfit(self.space, (envs.num_envs,))
+        # Whether an episode has ended in a step in which the vector reset.
+        self._has_ended = False
 
     def reset(self, **arguments: Any) -> Any:
         """Returns the observations after a reset of the vector."""
         try:
             observation, info = self.envs.reset(**arguments)
         except (Exception, SystemExit) as error:
-            raise_in_one_sentence(self.envs, self.name, error)
+            self._raise_in_one_sentence(error)
         if not self.has_episodes:
             self._require(self._misfit_of_batch(observation))
             merges = isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -125,7 +153,7 @@ class Boundary:
         try:
             returned: Any = self.envs.step(action)
         except (Exception, SystemExit) as error:
-            raise_in_one_sentence(self.envs, self.name, error)
+            self._raise_in_one_sentence(error)
         if self.has_episodes:
             return returned
         if not isinstance(returned, tuple) or len(returned) != 5 or not isinstance(returned[4], dict):
@@ -138,16 +166,26 @@ class Boundary:
             info = without(ADDED, info)  # an environment's own
         return observation, *rows, info
 
-    def final(self, info: dict[str, Any], batched: bool = False) -> Any:
-        """Returns the final observations of the episodes that ended in a step in which the vector reset.
-
-        Args:
-            info: of the step.
-            batched: they must be a batch, which is then checked.
-
-        Raises:
-            UsageError: its infos have none, or some that do not fit the space.
+    def finals(self, done: np.ndarray, observation: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
+        """Returns environment and final observation of every episode that ended in a step, of a vector that does not
+        reset in a step of its own.
         """
+        final = observation
+        if self.mode == AutoresetMode.SAME_STEP:
+            final = self.final(info)
+            if not self._has_ended:
+                self._has_ended = True
+                self._require_own_memory(final, done)
+        if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
+            final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
+        ended = [(int(i), final[i]) for i in np.flatnonzero(done)]
+        if not self.has_episodes:
+            for _, one in ended:
+                self._require(self._misfit(one))
+        return ended
+
+    def final(self, info: dict[str, Any], batched: bool = False) -> Any:
+        """Returns the final observations of a step in which the vector reset; ``batched``: checked as a batch."""
         if info.get("final_obs") is None:
             raise UsageError(f"the environment {self.name} resets in the step in which an episode ends, and its infos "
                              "have no final_obs; put the batch of final observations there, or reset in the next step "
@@ -155,11 +193,6 @@ class Boundary:
         if batched:
             self._require(self._misfit_of_batch(info["final_obs"]))
         return info["final_obs"]
-
-    def require_observation(self, observation: Any) -> None:
-        """Refuses an observation of one environment that does not fit its space."""
-        if not self.has_episodes:
-            self._require(self._misfit(observation))
 
     def _require(self, wrong: str | None) -> None:
         if wrong:
@@ -174,3 +207,126 @@ class Boundary:
             raise UsageError(f"the environment {self.name} returned {what} of shape {tuple(row.shape)} and dtype "
                              f"{row.dtype}; it must be {self.envs.num_envs} {kind}")  # fmt: skip
         return row
+
+    def _require_own_memory(self, final: Any, done: np.ndarray) -> None:
+        """Refuses final observations that a reset has written over: Gymnasium's SyncVectorEnv does not copy what an
+        environment returns, which may be the same array in every step.
+        """
+        inner = self.envs.unwrapped
+        if not isinstance(inner, SyncVectorEnv) or not isinstance(final, np.ndarray) or final.dtype != object:
+            return
+        after_reset = getattr(inner, "_env_obs", [None] * len(final))
+        for i in np.flatnonzero(done):
+            pairs = zip(tree_leaves(final[i]), tree_leaves(after_reset[i]), strict=False)
+            shared = [np.shares_memory(*p) for p in pairs if all(isinstance(x, np.ndarray) and x.size for x in p)]
+            if shared and all(shared):
+                raise UsageError(f"the environment {self.name} returns the same array in every step, which "
+                                 "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
+                                 "observation after the reset; return a copy (state.copy()), or give it "
+                                 "AutoresetMode.NEXT_STEP")  # fmt: skip
+
+    def _raise_in_one_sentence(self, error: BaseException) -> NoReturn:
+        """Names the process that died instead of its broken pipe, or the line that raised."""
+        if isinstance(error, UsageError):
+            raise error
+        processes = getattr(self.envs, "processes", [])
+        died = isinstance(error, EOFError | BrokenPipeError | ConnectionResetError)
+        dead = []
+        for i, process in enumerate(processes if died else ()):
+            process.join(0.1)  # its end may not have been noticed yet
+            if not process.is_alive():
+                dead.append(f"{i} (exit code {process.exitcode})")
+        if died or processes:
+            for process in processes:
+                process.terminate()
+            self.envs.closed = True  # closing would wait for answers that never come
+        if died:
+            raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; resume from "
+                             "the last checkpoint with --resume") from error  # fmt: skip
+        # The frame that called `exit()` is the environment's.
+        place = [x for x in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in x.filename][-1]
+        where = "its own traceback stands above" if processes else f"{place.filename}:{place.lineno}"
+        raise UsageError(f"the environment {self.name} raised {type(error).__name__}: {error} ({where}); fix it, then "
+                         "resume from the last checkpoint with --resume") from error  # fmt: skip
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
+    """Refuses NaN and infinite values, which would make the network's weights NaN.
+
+    Args:
+        name: the environment's.
+        observations: [T + 1, N, *obs] arrays, nested as the space is.
+        reward: [T, N].
+        finals: row, environment and final observation of every episode that ended.
+    """
+    what, bad = "reward", ~np.isfinite(reward)
+    for leaf in () if bad.any() else tree_leaves(observations):
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            what, bad = "observation", ~np.isfinite(leaf).reshape(*leaf.shape[:2], -1).all(-1)
+    for t, i, final in () if bad.any() else finals:
+        if not all(np.isfinite(leaf).all() for leaf in tree_leaves(final)):
+            what, bad[t, i] = "observation", True
+    if bad.any():
+        t, i = np.argwhere(bad)[0]
+        raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; "
+                         "nothing was learned from it, and earlier checkpoints are untouched")  # fmt: skip
+
+
+def require_finite_evaluation(name: str, what: str, values: Any) -> None:
+    """Refuses a step of an evaluation with a NaN or infinite ``reward`` or ``observation``, nested as the vector
+    returned them.
+    """
+    if isinstance(values, dict | tuple):
+        for part in values.values() if isinstance(values, dict) else values:
+            require_finite_evaluation(name, what, part)
+        return
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        i = np.argwhere(~np.isfinite(array))[0, 0]
+        raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
+                         "evaluation has no result, and earlier checkpoints are untouched")  # fmt: skip
+
+
+class Digits:
+    """Compares mean and deviation of the first observations of a run, and warns once where float32 can't tell them
+    apart. ``in_double``: those in float64 are normalised in float64, and not looked at.
+    """
+
+    def __init__(self, space: spaces.Space, name: str, in_double: bool) -> None:
+        self.name, self.seen = name, 0
+        kinds = [isinstance(x, spaces.Box) and x.dtype.kind == "f" and not is_image(x)
+                 and not (in_double and x.dtype == np.float64) for x in _parts(space)]  # fmt: skip
+        # A first observation, and sums of the differences from it and of their squares, of each part.
+        self._sums: dict[int, Any] = {i: None for i, is_real in enumerate(kinds) if is_real}
+        self.looks = bool(self._sums)
+
+    def see(self, observation: Any) -> None:
+        """Adds a batch, [B, *obs] in the dtypes of the environment."""
+        leaves = tree_leaves(observation)
+        self.seen += len(leaves[0])
+        for i, sums in self._sums.items():
+            x = leaves[i].astype(np.float64)
+            first, total, squares = sums or (x[0], 0.0, 0.0)
+            self._sums[i] = first, total + (x - first).sum(0), squares + ((x - first) ** 2).sum(0)
+        if self.seen < SEEN:
+            return
+        self.looks = False
+        for first, total, squares in self._sums.values():
+            mean = np.atleast_1d(first + total / self.seen)
+            deviation = np.atleast_1d(np.sqrt(np.maximum(squares / self.seen - (total / self.seen) ** 2, 0.0)))
+            if (lost := (deviation > 0) & (np.abs(mean) > LARGEST * deviation)).any():
+                at = tuple(np.argwhere(lost)[0])
+                rank_zero_warn(f"observations of {self.name} vary by {deviation[at]:.2g} around {mean[at]:.7g}, which "
+                               "float32 can't tell apart: return them in float64 in an observation_space of float64 "
+                               "and set norm_obs=True, or subtract a constant in the environment")  # fmt: skip
+                return
+
+
+def _parts(space: spaces.Space) -> list[spaces.Space]:
+    """The spaces of an observation's leaves, in order."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for part in space.values() for leaf in _parts(part)]
+    return [leaf for part in space for leaf in _parts(part)] if isinstance(space, spaces.Tuple) else [space]

@@ -1,14 +1,18 @@
-"""Episodes that are seeded one by one and can be repeated."""
+"""Episodes that are seeded one by one and can be repeated: those of a run are saved as seeds and actions."""
 
+import contextlib
 import copy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
+from gymnasium import spaces
 
 from datamodules.envs.boundary import ADDED, misfit, plain_number, without
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
+from rl_modules.common.spaces import observation_arrays, tree_leaves
 
 # What most environments return, and needs no closer look.
 _BOOLS, _NUMBERS = frozenset((bool, np.bool_)), frozenset((float, int, np.float64, np.float32))
@@ -73,10 +77,12 @@ class SeededEpisodes(gym.Wrapper):
         try:
             observation, reward, terminated, truncated, info = returned
         except (TypeError, ValueError) as error:
-            raise UsageError(_old_step(returned, self.unwrapped)) from error
+            raise UsageError(f"step of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's step returns 5: "
+                             "observation, reward, terminated, truncated, info (the old Gym returned done in place of "
+                             "the two)") from error  # fmt: skip
         if not (terminated.__class__ in _BOOLS and truncated.__class__ in _BOOLS and reward.__class__ in _NUMBERS):
-            terminated, truncated = self._truth("terminated", terminated), self._truth("truncated", truncated)
-            reward = self._number(reward)
+            terminated, truncated = self._number("terminated", terminated), self._number("truncated", truncated)
+            reward = self._number("reward", reward, "a number")
         if self._misfit(observation) is not None or info.__class__ is not dict:
             self._require(observation, info)
         if self._refuses_masks and MASK in info:
@@ -107,13 +113,14 @@ class SeededEpisodes(gym.Wrapper):
             raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
                              "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
         observation, info = returned
-        self._require(observation, info)
+        if self._misfit(observation) is not None:
+            self._require(observation, info)
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
             self._resets.append(len(self._actions))
         else:
             self._first_episode, self._actions, self._resets = self._episode, [], []
-        return observation, without(_NOT_OWN, info)
+        return observation, info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
 
     def _require(self, observation: Any, info: Any) -> None:
         """Refuses an observation that does not fit its space, and infos that are no dictionary."""
@@ -122,19 +129,12 @@ class SeededEpisodes(gym.Wrapper):
         if not isinstance(info, dict):
             raise self._refusal("info", info, "a dictionary")
 
-    def _number(self, reward: Any) -> float:
-        """A reward as a number; arrays of one element count as their element."""
-        number = plain_number(reward)
-        if number is None:
-            raise self._refusal("reward", reward, "a number")
-        return number
-
-    def _truth(self, what: str, value: Any) -> bool:
-        """An end as a truth value, which may be 0 or 1."""
+    def _number(self, what: str, value: Any, kind: str = "true or false") -> Any:
+        """A reward or an end as Python's number; arrays of one element count as their element, 0 and 1 as an end."""
         number = plain_number(value)
-        if number not in (0, 1):
-            raise self._refusal(what, value, "true or false")
-        return bool(number)
+        if number is None or (what != "reward" and number not in (0, 1)):
+            raise self._refusal(what, value, kind)
+        return number if what == "reward" else bool(number)
 
     def _refusal(self, what: str, value: Any, kind: str) -> UsageError:
         return UsageError(f"step of {_name(self.unwrapped)} returned {what}={value!r}; it must be {kind}")
@@ -183,6 +183,72 @@ def _kind(returned: object) -> str:
     return "None as the observation" if returned[0] is None else f"info={returned[1]!r}, no dictionary"
 
 
-def _old_step(returned: object, env: gym.Env) -> str:
-    return (f"step of {_name(env)} returned {_kind(returned)}; Gymnasium's step returns 5: observation, reward, "
-            "terminated, truncated, info (the old Gym returned done in place of the two)")  # fmt: skip
+# ---------------------------------------------------------------- those of a vector
+
+
+def episode_states(envs: Any) -> list[dict[str, Any]]:
+    """Stream, number and actions of every running episode, as plain data."""
+    return [
+        {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
+        for episode in envs.get_attr("episode_state")
+    ]
+
+
+def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
+    """:func:`episode_states`; None where the environments failed or were interrupted in a step."""
+    closed, pending = gym.error.ClosedEnvironmentError, gym.error.AlreadyPendingCallError
+    with contextlib.suppress(gym.error.Error, closed, pending, OSError, EOFError):
+        return episode_states(envs)
+    return None
+
+
+def repeat_episodes(
+    envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
+) -> np.ndarray:
+    """Repeats every running episode of a freshly reset vector up to its last step.
+
+    Args:
+        envs: the vector.
+        episodes: what :func:`episode_states` returned.
+        space: space of one observation.
+        reached: the observations that the episodes were at, [N, *obs] arrays.
+        resets_next: which environments reset in their next step, [N].
+
+    Returns:
+        True where the repetition led to another observation, [N].
+    """
+    replays = [
+        {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}
+        for e, resets in zip(episodes, resets_next, strict=True)
+    ]
+    envs.set_attr("episode_state", replays)
+    now = [tree_leaves(observation_arrays(space, o, double=True)) for o in envs.get_attr("last_observation")]
+    then = tree_leaves(reached)
+    return np.array([
+        any(not np.array_equal(a.astype(b.dtype), b[i]) for a, b in zip(leaves, then, strict=True))
+        for i, leaves in enumerate(now)
+    ])  # fmt: skip
+
+
+def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
+    """Resets a freshly reset vector to the beginning of running episodes, without repeating their actions; where the
+    environments had failed, ``episodes`` is empty, and they begin their first.
+    """
+    if episodes:
+        lives = [len(e.get("resets", ())) for e in episodes]  # each began an episode of its own
+        states = [
+            {**e, "episode": e["episode"] + n, "actions": [], "resets": []}
+            for e, n in zip(episodes, lives, strict=True)
+        ]
+        envs.set_attr("episode_state", states)
+
+
+def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
+    """Begins the next episode in the chosen environments; returns their first observations by index."""
+    states = envs.get_attr("episode_state")
+    begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
+    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
+             for s, w in zip(states, which, strict=True)]  # fmt: skip
+    envs.set_attr("episode_state", fresh)
+    last = envs.get_attr("last_observation")
+    return {int(i): observation_arrays(space, last[i], double=True) for i in np.flatnonzero(which)}

@@ -1,6 +1,5 @@
-"""Detection of environments' action masks, and wrappers that add masks to observations or remove them."""
+"""Wrappers that add action masks to observations or remove them."""
 
-import contextlib
 from typing import Any
 
 import gymnasium as gym
@@ -9,68 +8,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from datamodules.envs.vector import IGNORED
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, choices, flat_mask, join_mask, mask_size, split_mask, split_space
-
-#: Value instead of a source of masks: the observation's mask is removed.
-IGNORED = "ignored"
-
-
-def mask_source(env: gym.Env) -> str | None:
-    """Returns where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none.
-
-    The infos are known only after a reset.
-
-    Raises:
-        UsageError: masks of another size than the action space.
-    """
-    size = mask_size(env.action_space)
-    if size is None:
-        return None
-    if isinstance(env.observation_space, spaces.Dict) and MASK in env.observation_space.spaces:
-        shape = env.observation_space[MASK].shape
-        if shape != (size,):
-            raise UsageError(f"the observation's action_mask has shape {shape}, but the action space "
-                             f"{env.action_space} has {size} options; give one number for each")  # fmt: skip
-        return "observation"
-    if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
-        return "method"
-    return "info" if MASK in reset_once(env) else None
-
-
-def reset_once(env: Any) -> dict[str, Any]:
-    """Resets an environment below Gymnasium's own outer wrappers, of which a recorder would take it for an episode;
-    returns its infos, none if the reset fails: a broken environment is reported where it is first stepped.
-    """
-    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
-        env = env.env
-    with contextlib.suppress(Exception):
-        _, infos = env.reset(seed=0)
-        return dict(infos)
-    return {}
-
-
-def has_mask(env: gym.Env | VectorEnv) -> bool:
-    """Returns whether the environment's observation, or that of each of a vector's, contains a mask."""
-    if isinstance(env, VectorEnv):
-        return split_space(env.single_observation_space, env.single_action_space)[1]
-    return split_space(env.observation_space, env.action_space)[1]
-
-
-def unread_masks(envs: VectorEnv) -> str | None:
-    """Returns where a user's vector gives masks that are not read, for a message; None: nowhere.
-
-    Only masks in observations are read. The call resets the vector.
-    """
-    if mask_size(envs.single_action_space) is None or has_mask(envs):
-        return None
-    with contextlib.suppress(Exception):  # a broken one is reported where it is first stepped
-        call: Any = getattr(envs, "call", None)
-        if call is not None and all(call("has_wrapper_attr", "action_masks")):
-            return "by the method action_masks() of its environments"
-        if MASK in envs.reset(seed=0)[1]:
-            return "in its infos"
-    return None
 
 
 def with_source(env: gym.Env, source: str) -> gym.Env:

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
-from datamodules.envs.boundary import ADDED, without
+from datamodules.envs.boundary import ADDED, rows_of, without
 from rl_modules.common.spaces import tree_leaves
 
 
@@ -98,16 +98,6 @@ class AsArrays(VectorWrapper):
         if "final_obs" in info:
             arrays["final_obs"] = rows_of(_arrays(info["final_obs"]), self.num_envs)
         return _arrays(observation), reward, terminated.astype(bool), truncated.astype(bool), arrays
-
-
-def rows_of(batch: Any, n: int) -> list[Any]:
-    """Returns the observations of each environment, from their batch."""
-    if isinstance(batch, dict):
-        parts = {name: rows_of(part, n) for name, part in batch.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(n)]
-    if isinstance(batch, tuple):
-        return list(zip(*(rows_of(part, n) for part in batch), strict=True))
-    return [batch[i] for i in range(n)]
 
 
 def _arrays(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Environments by name: Gymnasium ids or importable callables, wrapped, seeded, and in vectors."""
 
+import contextlib
 import functools
 import importlib
 import re
@@ -8,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from datamodules.envs.agents import as_vector
 from datamodules.envs.episodes import SeededEpisodes
-from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask, with_source
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 from rl_modules.common.loading import import_user_module, member_of
+from rl_modules.common.masks import MASK, mask_size, split_space
 
 #: Extras of this project, by the package that an environment imports.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
@@ -26,7 +27,8 @@ AUTORESET = {
     "disabled": AutoresetMode.DISABLED,
 }
 VECTORIZATION = ("sync", "async", "vector_entry_point", "envpool")
-
+#: Value instead of a source of masks: the observation's mask is removed.
+IGNORED = "ignored"
 
 #: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
 EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
@@ -53,6 +55,15 @@ def environment_name(env_id: EnvId) -> str:
     return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
+def as_vector(envs: Any) -> Any:
+    """``envs``; a vector of agents as Gymnasium 1 has vectors."""
+    if isinstance(envs, VectorEnv) and not hasattr(envs, "single_observation_space"):
+        from datamodules.envs.engines import AgentsVector
+
+        return AgentsVector(envs)
+    return envs
+
+
 def make_env(
     env_id: EnvId,
     env_kwargs: dict[str, Any] | None = None,
@@ -65,8 +76,8 @@ def make_env(
         env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
         env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
         wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
-        masks: where it gives action masks, as :func:`datamodules.envs.masks.mask_source` says; None: nowhere;
-            :data:`datamodules.envs.masks.IGNORED`: they are not read, and taken out of its observations.
+        masks: where it gives action masks, as :func:`mask_source` says; None: nowhere; :data:`IGNORED`: they are not
+            read, and taken out of its observations.
 
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword, a wrapper that does not fit.
@@ -77,7 +88,11 @@ def make_env(
                          "brings its own")  # fmt: skip
     for wrapper in wrappers:
         env = _wrap(env, wrapper)
-    return env if masks is None else with_source(env, masks)
+    if masks is None:
+        return env
+    from datamodules.envs.masks import with_source  # most environments have none
+
+    return with_source(env, masks)
 
 
 def make_vector_env(
@@ -111,9 +126,9 @@ def make_vector_env(
             what = "wrappers are" if wrappers else "action masks are"
             raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
                              f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
-        make_engine = _make_engine if vectorization_mode == "vector_entry_point" else _make_pool
-        envs = make_engine(env_id, n_envs, env_kwargs or {})
-        return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
+        from datamodules.envs.engines import make_engine
+
+        return make_engine(env_id, n_envs, vectorization_mode, env_kwargs or {}, masks == IGNORED)
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
@@ -157,7 +172,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                                  "gymnasium.vector.VectorEnv")  # fmt: skip
             return made
         if str(env_id).startswith("ALE/"):
-            _register_games(str(env_id))
+            register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
@@ -177,51 +192,12 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                          f"({places[-1].filename}:{places[-1].lineno})") from error  # fmt: skip
 
 
-def _register_games(env_id: str) -> None:
-    """Imports ale_py, which registers Atari's games.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+def register_games(env_id: str) -> None:
+    """Imports ale_py, which registers Atari's games."""
     try:
         importlib.import_module("ale_py")
     except ModuleNotFoundError as error:
         raise UsageError(_missing_extra(f"the environment {env_id}", str(error))) from error
-
-
-def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
-    if not isinstance(env_id, str):
-        raise UsageError(f"env_id={environment_name(env_id)!r} is a callable; vectorization_mode='envpool' takes an id "
-                         "that EnvPool knows")  # fmt: skip
-    from datamodules.envs.pool import EnvPoolVector
-
-    envs = EnvPoolVector(env_id, n_envs, env_kwargs)
-    if env_id.startswith("ALE/"):
-        return envs  # its pictures are those after preprocessing, which the datamodule compares
-    # Arguments that only the engine has, such as num_threads, are not passed to Gymnasium.
-    example = gym.make(env_id, disable_env_checker=True)
-    envs.require_spaces(example)
-    example.close()
-    return envs
-
-
-def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
-    if isinstance(env_id, str) and env_id.startswith("ALE/"):
-        _register_games(env_id)
-    spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
-    if spec is None or spec.vector_entry_point is None:
-        with_engine = sorted(name for name, spec in gym.registry.items() if spec.vector_entry_point is not None)
-        raise UsageError(f"env_id={environment_name(env_id)!r} has no vectorised engine; those that have are "
-                         f"{', '.join(with_engine)}; use vectorization_mode='sync' or 'async'")  # fmt: skip
-    try:
-        envs = gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
-    except TypeError as error:
-        raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
-    if str(env_id).startswith("ALE/"):
-        from datamodules.envs.atari import SmallSeeds
-
-        return SmallSeeds(envs)
-    return envs
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
@@ -272,3 +248,65 @@ def _missing_extra(who: str, message: str) -> str:
         if mark in folded:
             return f"{who} needs a package that is not installed: {install(extra)}"
     return f"{who} needs a package that is not installed: {message}"
+
+
+# ---------------------------------------------------------------- masks
+
+
+def mask_source(env: gym.Env) -> str | None:
+    """Returns where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none. The
+    infos are known only after a reset.
+    """
+    size = mask_size(env.action_space)
+    if size is None:
+        return None
+    if isinstance(env.observation_space, spaces.Dict) and MASK in env.observation_space.spaces:
+        shape = env.observation_space[MASK].shape
+        if shape != (size,):
+            raise UsageError(f"the observation's action_mask has shape {shape}, but the action space "
+                             f"{env.action_space} has {size} options; give one number for each")  # fmt: skip
+        return "observation"
+    if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
+        return "method"
+    return "info" if MASK in reset_once(env) else None
+
+
+def has_mask(env: gym.Env | VectorEnv) -> bool:
+    """Returns whether the environment's observation, or that of each of a vector's, contains a mask."""
+    if isinstance(env, VectorEnv):
+        return split_space(env.single_observation_space, env.single_action_space)[1]
+    return split_space(env.observation_space, env.action_space)[1]
+
+
+def reset_once(env: Any) -> dict[str, Any]:
+    """Resets an environment below Gymnasium's own outer wrappers, of which a recorder would take it for an episode;
+    returns its infos, none if the reset fails: a broken environment is reported where it is first stepped.
+    """
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env
+    with contextlib.suppress(Exception):
+        _, infos = env.reset(seed=0)
+        return dict(infos)
+    return {}
+
+
+# ---------------------------------------------------------------- a checkpoint's names
+
+
+def require_registered(env_id: Any, again: str) -> None:
+    """Refuses a checkpoint's environment that is no registered id: another would import a module and call code in it.
+    ``again`` says how the user gives it.
+    """
+    if not isinstance(env_id, str) or ":" in env_id:
+        raise UsageError(f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
+                         f"runs; if you trust it, give {again}")  # fmt: skip
+
+
+def require_gymnasiums(wrappers: Any, again: str) -> None:
+    """Refuses a checkpoint's wrappers unless they are names from ``gymnasium.wrappers``."""
+    for wrapper in wrappers or ():
+        path = wrapper.get("class_path") if isinstance(wrapper, dict) else wrapper
+        name = str(path).removeprefix("gymnasium.wrappers.")
+        if name not in gym.wrappers.__all__:
+            raise UsageError(f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
+                             f"checkpoint must not choose what code runs; give {again}")  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.files import refuse_stream
@@ -19,8 +20,6 @@ from datamodules.language.sources import EncodedRecords, Records, fitting, load_
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, voted_answer
-from datamodules.loader import LazyLoader
-from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state, load_state, state_of

@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
 from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.records import as_conversation, refuse
 from datamodules.language.sequences import Sequences
-from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import setting

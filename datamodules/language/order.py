@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from datamodules.first_evaluation import evaluate_on_start
+from datamodules.experience import evaluate_on_start
 from datamodules.language.notices import notice
 from rl_modules.common.seeding import stream_seed
 

@@ -7,12 +7,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.order import announce_rest, whole_steps
 from datamodules.language.sequences import Pairs, Sequences
 from datamodules.language.sources import fitting
 from datamodules.language.streaming import STREAM_STEPS
-from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import persistent
 

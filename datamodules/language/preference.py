@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
 from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.records import NothingUsable, as_judgement, as_preference, refuse
 from datamodules.language.sequences import Pairs
 from datamodules.language.sources import load_records
-from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers

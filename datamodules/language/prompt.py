@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from datamodules.experience import LazyLoader, resumed_position
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
@@ -22,8 +23,6 @@ from datamodules.language.rows import (
     joined_sequences,
     require_rewards,
 )
-from datamodules.loader import LazyLoader
-from datamodules.resume import resumed_position
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting

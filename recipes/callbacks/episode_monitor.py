@@ -10,7 +10,7 @@ from typing import IO, Any
 import lightning as L
 
 from datamodules.base import ControlDataModule
-from datamodules.resume import gather_ranks
+from datamodules.experience import gather_ranks
 from rl_modules.common.errors import UsageError
 
 #: Of every episode, as in Stable-Baselines3.

@@ -607,8 +607,7 @@ def test_an_environment_that_returns_one_buffer_has_true_final_observations() ->
 def test_final_observations_are_normalised_as_they_were_seen(mode: str) -> None:
     from datamodules.collector import Collector
     from datamodules.envs.vector import make_vector_env
-    from datamodules.normalization import ObservationNormalizer
-    from datamodules.normalizers import Normalizers
+    from datamodules.normalization import Normalizers, ObservationNormalizer
     from tests.conformance.envs import Drift
 
     def valid_rows(mode: str, n_steps: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from gymnasium.vector import VectorEnv
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
-from datamodules.envs.agents import AgentsVector, as_vector
+from datamodules.envs.engines import AgentsVector
+from datamodules.envs.vector import as_vector
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
 from tests.training import fit

@@ -7,8 +7,7 @@ from gymnasium.vector import AutoresetMode
 from datamodules.collector import Collector
 from datamodules.envs.episodes import SeededEpisodes, episode_seed
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
-from datamodules.normalizers import Normalizers
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter, Forgetful, Suicidal
 

@@ -12,7 +12,7 @@ import torch
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.base import ControlDataModule
 from datamodules.envs import vector
-from datamodules.envs.guard import require_finite_evaluation
+from datamodules.envs.boundary import require_finite_evaluation
 from datamodules.envs.vector import make_vector_env
 from datamodules.evaluation import run_episodes
 from recipes.callbacks import Checkpoints
@@ -72,10 +72,10 @@ def test_the_environments_are_made_once(monkeypatch):
 @pytest.mark.parametrize("kept", [True, False])
 def test_kept_environments_play_the_same_episodes(kept, monkeypatch):
     """As environments that are made for each evaluation: the curve is the same."""
-    from datamodules.evaluation import KeptEnvs
+    from datamodules.environments import Environments
 
     if not kept:
-        monkeypatch.setattr(KeptEnvs, "get", lambda self, number, make: make())
+        monkeypatch.setattr(Environments, "for_evaluation", Environments.make_for_evaluation)
     data = ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=64, rollouts_per_epoch=16, eval_freq=16,
                             n_eval_episodes=2)  # fmt: skip
     curve = []
@@ -105,7 +105,7 @@ def test_they_are_closed_with_the_run():
 
     data = RolloutDataModule(lambda: Closes(gym.make("CartPole-v1")), eval_freq=64, **SMALL)
     fit(PPO(), data)
-    assert data.environments._kept._kept == {}
+    assert data.environments._kept == {}
     assert len(closed) >= 4
 
 

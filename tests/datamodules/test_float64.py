@@ -11,8 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from datamodules.normalization import ObservationNormalizer
-from datamodules.normalizers import Normalizers
+from datamodules.normalization import Normalizers, ObservationNormalizer
 from datamodules.tensor_collector import TensorCollector
 from rl_modules import DQN, PPO
 from tests.datamodules.test_tensors import OfTensors

@@ -131,7 +131,7 @@ def test_a_falling_rate_resumes_exactly(tmp_path: Path) -> None:
 def test_the_last_rollout_is_not_followed_by_another() -> None:
     data = rollouts(Counter)
     fit(PPO(), data)
-    assert data._ahead.take() is None
+    assert data._next is None
     assert data.num_timesteps == 320
 
 
@@ -171,7 +171,7 @@ def test_without_overlap_a_resumed_run_first_learns_from_the_rollout_that_was_co
     fit(Watched(), rollouts(), max_epochs=2).save_checkpoint(tmp_path / "part.ckpt")
     saved = torch.load(tmp_path / "part.ckpt", weights_only=True)
     (key,) = (name for name in saved if "DataModule" in name)
-    pending = saved[key]["ranks"][0]["ahead"]["rollout"]
+    pending = saved[key]["ranks"][0]["next"]
     model, data = Watched(), rollouts(overlap=False)
     fit(model, data, ckpt_path=tmp_path / "part.ckpt")
     assert torch.equal(model.rollouts[0]["action"], pending["action"])

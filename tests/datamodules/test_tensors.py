@@ -14,8 +14,7 @@ from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.tensors import AsArrays, rows_of
 from datamodules.episode_statistics import successes
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from datamodules.normalizers import Normalizers
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from datamodules.tensor_collector import TensorCollector
 from rl_modules import A2C, PPO, SAC, TRPO, RecurrentPPO
 from rl_modules.common.errors import UsageError

@@ -1,0 +1,224 @@
+"""Vectors that others made, as Gymnasium vectors: engines, agents of a game, and the user's own."""
+
+import contextlib
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from datamodules.envs.masks import VectorWithoutMasks
+from datamodules.envs.vector import EnvId, environment_name, has_mask, register_games
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.masks import MASK, mask_size
+from rl_modules.common.spaces import space_brief
+
+
+def make_engine(
+    env_id: EnvId, n_envs: int, vectorization_mode: str, env_kwargs: dict[str, Any], without_masks: bool
+) -> VectorEnv:
+    """Makes an engine's vector; see :func:`datamodules.envs.vector.make_vector_env`."""
+    name = environment_name(env_id)
+    is_game = name.startswith("ALE/")
+    if vectorization_mode == "envpool":
+        if not isinstance(env_id, str):
+            raise UsageError(f"env_id={name!r} is a callable; vectorization_mode='envpool' takes an id that EnvPool "
+                             "knows")  # fmt: skip
+        pool = EnvPoolVector(env_id, n_envs, env_kwargs)
+        if not is_game:  # their pictures are those after preprocessing, which the datamodule compares
+            # Arguments that only the engine has, such as num_threads, are not passed to Gymnasium.
+            example = gym.make(env_id, disable_env_checker=True)
+            pool.require_spaces(example)
+            example.close()
+        envs: VectorEnv = pool
+    else:
+        if is_game:
+            register_games(name)
+        spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
+        if spec is None or spec.vector_entry_point is None:
+            with_engine = sorted(key for key, spec in gym.registry.items() if spec.vector_entry_point is not None)
+            raise UsageError(f"env_id={name!r} has no vectorised engine; those that have are {', '.join(with_engine)}; "
+                             "use vectorization_mode='sync' or 'async'")  # fmt: skip
+        try:
+            envs = gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+        except TypeError as error:
+            raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
+        envs = SmallSeeds(envs) if is_game else envs
+    return VectorWithoutMasks(envs) if without_masks and has_mask(envs) else envs
+
+
+class EnvPoolVector(VectorEnv):
+    """N environments of one of EnvPool's engines, written in C++.
+
+    EnvPool resets in the step after an episode's end, whose action and reward are ignored; the last step of the episode
+    returns the final observation. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes a new one. The
+    running episodes can't be read from it, nor restored.
+
+    Args:
+        env_id: an id that EnvPool and Gymnasium both know.
+        num_envs: number of environments.
+        env_kwargs: EnvPool's own, such as ``max_episode_steps`` and ``num_threads``.
+
+    Raises:
+        UsageError: EnvPool is not installed, does not know the id, or has other spaces than Gymnasium.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, env_kwargs: dict[str, Any] | None = None) -> None:
+        try:
+            import envpool
+        except ImportError as error:
+            raise UsageError("vectorization_mode='envpool' needs a package that is not installed: pip install "
+                             "'lightning-rl-recipes[envpool]'") from error  # fmt: skip
+        known = envpool.list_all_envs()
+        env_id = env_id.removeprefix("ALE/") if env_id.startswith("ALE/") else env_id
+        if env_id not in known:
+            raise UsageError(f"env_id={env_id!r} has no engine in EnvPool{did_you_mean(env_id, known)}; use "
+                             "vectorization_mode='sync' or 'async'")  # fmt: skip
+        self._make = envpool.make
+        self._arguments = {"task_id": env_id, "env_type": "gymnasium", "num_envs": num_envs, **(env_kwargs or {})}
+        self._pool: Any = self._new_pool(0)
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.single_observation_space = self._pool.spec.gymnasium_observation_space
+        self.single_action_space = self._pool.spec.gymnasium_action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def require_spaces(self, env: gym.Env) -> None:
+        """Refuses an engine whose spaces differ from those of the environment that evaluation uses.
+
+        Raises:
+            UsageError: names both.
+        """
+        for name in ("observation_space", "action_space"):
+            here, there = getattr(self, f"single_{name}"), getattr(env, name)
+            if space_brief(here) != space_brief(there):
+                raise UsageError(f"EnvPool's {self._arguments['task_id']} has the {name} {space_brief(here)}, "
+                                 f"Gymnasium's {space_brief(there)}; use vectorization_mode='sync'")  # fmt: skip
+
+    def _new_pool(self, seed: int) -> Any:
+        seeds = np.random.SeedSequence(seed).generate_state(self._arguments["num_envs"]) >> 1
+        try:
+            return self._make(**self._arguments, seed=[int(s) for s in seeds])
+        except (TypeError, ValueError, AssertionError, KeyError) as error:
+            raise UsageError(f"env_kwargs do not fit EnvPool's {self._arguments['task_id']}: {error}") from error
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self._pool.close()
+            self._pool = self._new_pool(int(np.ravel(seed)[0]))
+        return self._pool.reset()[0], {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        *step, info = self._pool.step(np.asarray(actions))
+        # Besides one value of each environment, the infos have EnvPool's numbers of environments and players.
+        infos = {name: x for name, x in info.items() if np.shape(x)[:1] == (self.num_envs,) and name != "env_id"}
+        return *step, infos
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self._pool.close()
+
+
+class SmallSeeds(VectorWrapper):
+    """ALE's engine with seeds of any size: it takes 31 bits, and consecutive ones for its environments."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        small = None if seed is None else int(np.ravel(seed)[0]) % (2**31 - self.num_envs)
+        return self.env.reset(seed=small, options=options)
+
+
+class AgentsVector(VectorEnv):
+    """A vector whose infos are a list and whose spaces are those of one agent, as Gymnasium 1 has vectors.
+
+    ``supersuit.pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1`` make such vectors: every agent is an
+    environment, all share one policy, and the agents of a game begin and end together. The final observation is in the
+    agent's info, under ``terminal_observation``.
+
+    Args:
+        envs: what SuperSuit made.
+    """
+
+    def __init__(self, envs: Any) -> None:
+        self.envs_of_agents = envs
+        self.num_envs = envs.num_envs
+        self.single_observation_space, self.single_action_space = envs.observation_space, envs.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata = {**(envs.metadata or {}), "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.render_mode = getattr(envs, "render_mode", None)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        small = None if seed is None else int(np.ravel(seed)[0]) % 2**31  # many games seed NumPy's old generator
+        return self.envs_of_agents.reset(seed=small, options=options)[0], {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, reward, terminated, truncated, infos = self.envs_of_agents.step(actions)
+        terminated, truncated = terminated.astype(bool), truncated.astype(bool)
+        info: dict[str, Any] = {}
+        done = terminated | truncated
+        if done.any():
+            final = [infos[i].get("terminal_observation") for i in range(self.num_envs)]
+            alone = [i for i in np.flatnonzero(done) if final[i] is None]
+            if alone:
+                raise UsageError(f"agent {alone[0]} ended before its game did (black_death=True), and the rows after "
+                                 "that are no transitions; end the episodes of all agents together")  # fmt: skip
+            info["final_obs"] = final
+            info["_is_success"] = np.array(["is_success" in one for one in infos])
+            if info["_is_success"].any():
+                info["is_success"] = np.array([one.get("is_success", False) for one in infos])
+        return observation, reward, terminated, truncated, info
+
+    def render(self) -> Any:
+        return self.envs_of_agents.render()
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.envs_of_agents.close()
+
+
+# ---------------------------------------------------------------- the user's
+
+
+def check_vector(envs: VectorEnv, data: Any) -> None:
+    """Warns of arguments of single environments that a vector ignores, of masks that are not read, and of an assumed
+    autoreset mode; refuses an unknown one, and ``env_kwargs`` for a vector that is made already.
+    """
+    given, name = data.hparams, data.env_name
+    if data.environments.is_one_vector and data.env_kwargs:
+        raise UsageError(f"env_kwargs={data.env_kwargs} are for a callable that makes the environments; {name} was "
+                         "given as a vector")  # fmt: skip
+    declared = data.declared_settings
+    names = ["vectorization_mode", "autoreset_mode", *(["n_envs"] if given.n_envs != envs.num_envs else [])]
+    other = [f"{name}={given[name]}" for name in names if name in declared and given[name] != declared[name].default]
+    if other:
+        rank_zero_warn(f"{name} is a vector of {envs.num_envs} environments, which brings its own number and way of "
+                       f"stepping: {', '.join(other)} does not apply")  # fmt: skip
+    mode = envs.metadata.get("autoreset_mode")
+    if mode is None:
+        rank_zero_warn(f"{name} has no metadata['autoreset_mode'] and is taken for one of AutoresetMode.NEXT_STEP: the "
+                       "step after an episode's end resets, and is no transition; set AutoresetMode.SAME_STEP there if "
+                       "the step that ends an episode resets")  # fmt: skip
+    elif not isinstance(mode, AutoresetMode):
+        raise UsageError(f"{name} has metadata['autoreset_mode']={mode!r}; it must be a member of "
+                         "gymnasium.vector.AutoresetMode, such as AutoresetMode.SAME_STEP")  # fmt: skip
+    where = unread_masks(envs) if data.action_masks else None
+    if where is not None:
+        rank_zero_warn(f"{name} gives action masks {where}, and only those in a vector's observations are read: the "
+                       "policy acts without masks; put them there as 'action_mask', give a callable that makes one "
+                       "environment, or action_masks=False")  # fmt: skip
+
+
+def unread_masks(envs: VectorEnv) -> str | None:
+    """Returns where a user's vector, which it resets, gives masks that are not read, for a message; None: nowhere. Only
+    masks in observations are read.
+    """
+    if mask_size(envs.single_action_space) is None or has_mask(envs):
+        return None
+    with contextlib.suppress(Exception):  # a broken one is reported where it is first stepped
+        call: Any = getattr(envs, "call", None)
+        if call is not None and all(call("has_wrapper_attr", "action_masks")):
+            return "by the method action_masks() of its environments"
+        if MASK in envs.reset(seed=0)[1]:
+            return "in its infos"
+    return None
