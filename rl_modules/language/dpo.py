@@ -61,23 +61,15 @@ class DPO(PreferencePolicy):
         self.record(b, **metrics)
         return total
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates held-out pairs, or completions of held-out prompts if the datamodule generates them."""
-        if "answers" in batch:
-            self.log_completions(batch, batch_idx)
-            return
+    def log_pairs(self, batch: dict[str, Any]) -> None:
         metrics = self.pair_metrics(pair_log_probs(self.model, batch)[0], batch, "eval")
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Returns implicit rewards of both answers, [b] each, with their ``texts``; completions unchanged."""
-        if "answers" in batch:
-            return batch
+    def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         sums = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
-        # Not stored, because these pairs are numbered in another order.
-        reference = self.reference_log_probs({k: v for k, v in batch.items() if k != "index"}, "eval")
+        reference = self.reference_log_probs(batch, "eval")
         chosen, rejected = (self.beta * (ours - theirs) for ours, theirs in zip(sums, reference, strict=True))
-        return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
+        return {"chosen_reward": chosen, "rejected_reward": rejected}
 
     # ---------------------------------------------------------------- the loss
 

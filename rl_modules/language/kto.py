@@ -108,11 +108,7 @@ class KTO(PreferencePolicy):
 
     # ---------------------------------------------------------------- evaluation
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates held-out judgements, or completions of held-out prompts if the datamodule generates them."""
-        if "answers" in batch:
-            self.log_completions(batch, batch_idx)
-            return
+    def log_pairs(self, batch: dict[str, Any]) -> None:
         log_prob, reference, kl = self.log_probs_and_kl(batch, "eval")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))
@@ -121,10 +117,6 @@ class KTO(PreferencePolicy):
         for count, metrics in (side for label, side in sides if label in self.held_out_labels):
             self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, int(count))
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Returns implicit rewards of the judged answers, [b], with their ``texts``; completions unchanged."""
-        if "answers" in batch:
-            return batch
-        # Not stored, because these answers are numbered in another order.
-        log_prob, reference, _ = self.log_probs_and_kl({k: v for k, v in batch.items() if k != "index"}, "eval")
-        return {"texts": batch["texts"], "reward": self.beta * (log_prob - reference)}
+    def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        log_prob, reference, _ = self.log_probs_and_kl(batch, "eval")
+        return {"reward": self.beta * (log_prob - reference)}

@@ -129,12 +129,6 @@ class RewardModel(LanguageModule):
         chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
-    def _on_validation_epoch_end(self) -> None:
-        self._finish_evaluation()
-
-    def _on_test_epoch_end(self) -> None:
-        self._finish_evaluation()
-
     def _finish_evaluation(self) -> None:
         scalars, bins = self.preference_metrics.compute()
         self.preference_metrics.reset()
