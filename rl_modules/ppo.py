@@ -1,5 +1,6 @@
 """Proximal policy optimization."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,8 +67,8 @@ class PPO(ActorCriticModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.penalizes and self.target_kl is None:
-            self.target_kl = 0.01
+        if self.target_kl is None:
+            self.target_kl = 0.01 if self.penalizes else math.inf
 
     @property
     def penalizes(self) -> bool:
@@ -100,7 +101,7 @@ class PPO(ActorCriticModule):
 
     def loss_within_kl(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns :meth:`minibatch_loss`, and notes whether the policy has moved by more than ``target_kl`` allows."""
-        if self.target_kl is not None and not self.penalizes:
+        if self.target_kl < math.inf and not self.penalizes:
             approx_kl = F.approx_kl(policy.log_prob(batch["action"]).detach(), batch["log_prob"])
             # Every rank must come to the same decision, or they would wait for each other for ever.
             self.kl_exceeded = bool(self.mean_over_ranks(approx_kl) > 1.5 * self.target_kl)
@@ -173,7 +174,7 @@ class PPO(ActorCriticModule):
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Takes Lightning's optimizer step; skips it after the early stop at ``target_kl``."""
-        if self.target_kl is not None and not self.penalizes and optimizer_closure is not None:
+        if self.target_kl < math.inf and not self.penalizes and optimizer_closure is not None:
             # The minibatch that exceeds target_kl must not cause a step, so its loss is computed before the decision.
             # Without a step there is nothing for a gradient scaler to update either.
             loss = optimizer_closure()
