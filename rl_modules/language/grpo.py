@@ -3,54 +3,30 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
-from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.language.advantages import IN_GROUPS, load_advantages, path_of, require_advantages, scores_by
 from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
+from rl_modules.language.grpo_arguments import (
+    check_scale,
+    refuse_contradictions,
+    refuse_single_completions,
+    without_clip,
+    without_correction,
+    without_epsilon,
+    without_sapo,
+    without_sync,
+)
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.loggers import adapters
-
-
-def check_scale(name: str, value: Any) -> str:
-    """Returns the word for what rewards are scaled by; true and false are words of TRL."""
-    word = {True: "group", False: "none"}[value] if isinstance(value, bool) else value
-    if word not in ("group", "batch", "none"):
-        raise UsageError(f"{name}={value!r} must be one of group, batch, none")
-    return str(word)
-
-
-# Reasons why arguments are idle.
-
-
-def _without_clip(module: Any) -> str | None:
-    return "with loss_type='sapo', which does not clip" if module.loss_type == "sapo" else None
-
-
-def _without_epsilon(module: Any) -> str | None:
-    bounds = module.loss_type == "cispo"
-    return "with loss_type='cispo', which bounds by epsilon_high alone" if bounds else _without_clip(module)
-
-
-def _without_sapo(module: Any) -> str | None:
-    return "without loss_type='sapo'; set that" if module.loss_type != "sapo" else None
-
-
-def _without_sync(module: Any) -> str | None:
-    return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
-
-
-def _without_correction(module: Any) -> str | None:
-    return None if module.corrects else "without an importance_sampling_correction; set that"
 
 
 class GRPO(PolicyWithReference):
@@ -78,11 +54,11 @@ class GRPO(PolicyWithReference):
         least=0)  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=_without_epsilon)  # fmt: skip
+        idle=without_epsilon)  # fmt: skip
     epsilon_high: float | None = setting(
         None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
-        idle=_without_clip)  # fmt: skip
+        idle=without_clip)  # fmt: skip
     delta: float | None = setting(
         None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
         "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
@@ -94,8 +70,8 @@ class GRPO(PolicyWithReference):
         one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
     sapo_temperature_pos: float = setting(
         1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=_without_sapo)  # fmt: skip
-    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=_without_sapo)
+        idle=without_sapo)  # fmt: skip
+    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=without_sapo)
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
@@ -116,8 +92,8 @@ class GRPO(PolicyWithReference):
         True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
     sync_ref_model: bool = setting(False, "update the reference towards the policy")
     ref_model_mixup_alpha: float = setting(
-        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=_without_sync)  # fmt: skip
-    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=_without_sync)
+        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
+    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
     mask_truncated_completions: bool = setting(
         False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
     top_entropy_quantile: float = setting(
@@ -135,9 +111,9 @@ class GRPO(PolicyWithReference):
         "``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else differs, it is the "
         "probability mass that ``top_p`` or ``top_k`` kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0, idle=_without_correction)  # fmt: skip
+        None, "lower bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0, idle=_without_correction)  # fmt: skip
+        3.0, "upper bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -154,29 +130,10 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
-        path, reference = hp.get("advantages"), hp.ref_model_name_or_path
-        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
-        if self.loss_type == "cispo" and hp.epsilon_high is None:
-            raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; "
-                             "give one, such as 5")  # fmt: skip
-        if self.loss_type in ("cispo", "sapo") and hp.delta is not None:
-            raise UsageError(f"delta={hp.delta} does nothing for loss_type={self.loss_type!r}, which does not clip; "
-                             "set it to null")  # fmt: skip
-        if path is not None and self.scale_rewards != "group":
-            raise UsageError(f"scale_rewards={self.scale_rewards!r} does nothing with advantages={path!r}, which "
-                             "scales by itself; give one of them")  # fmt: skip
-        if not hp.beta and (hp.sync_ref_model or reference is not None):
-            given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
-            raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
-        if hp.sync_ref_model and hp.lora is not None and reference is None:
-            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
-                             "adapters; set one of them only")  # fmt: skip
-        if low is not None and high is not None and low > high:
-            raise UsageError(f"importance_sampling_clip_min={low} must not be above "
-                             f"importance_sampling_clip_max={high}")  # fmt: skip
+        refuse_contradictions(self)
         if isinstance(self.advantage_function, str):
-            self.advantage_function = load_advantages(path, "advantages" in chosen_by_checkpoint(self))
+            name = self.advantage_function
+            self.advantage_function = load_advantages(name, "advantages" in chosen_by_checkpoint(self))
 
     @property
     def wants_reference(self) -> bool:
@@ -195,25 +152,9 @@ class GRPO(PolicyWithReference):
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
-        if stage != "fit":
-            return
-        if self.compares_groups and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
-            raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
-        warn_of_filters(self)
-        level, loss_type = self.importance_sampling_level, self.loss_type
-        if level != "token" and loss_type != "grpo":
-            rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which "
-                           "averages over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and "
-                           "epsilon_high=4e-4")  # fmt: skip
-
-    def build_model(self, config: Any, source: str | None) -> None:
-        super().build_model(config, source)
-        if self.hparams["sync_ref_model"]:
-            shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (self.model, self.reference)]
-            if shapes[0] != shapes[1]:
-                raise UsageError(f"sync_ref_model=true mixes weights, but ref_model_name_or_path="
-                                 f"{self.hparams['ref_model_name_or_path']!r} has others than the policy; give a "
-                                 "reference of the same architecture")  # fmt: skip
+        if stage == "fit":
+            refuse_single_completions(self)
+            warn_of_filters(self)
 
     def check_architecture(self) -> None:
         super().check_architecture()
