@@ -19,6 +19,11 @@ from rl_modules.common.spaces import image_brief
 from rl_modules.loggers import flat_settings
 from rl_modules.ranks import launches
 
+#: Metrics of training that say whether a language model learned; the summary has the first that a run without
+#: held-out records logs.
+LEARNED = ("train/reward", "train/accuracy", "train/rewards/accuracies", "train/rewards/margins", "train/loss",
+           "train/mean_token_accuracy", "train/objective/scores", "train/objective/kl")  # fmt: skip
+
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
@@ -150,12 +155,14 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     if launches(trainer) and (written := log_folder(trainer) / "checkpoints" / "last.ckpt").exists():
         last = written
     origin = model.hparams.get("init_from")
-    none = "none (no evaluation)" if checkpoints.writes else "none (enable_checkpointing=false)"
+    none = "the last: none was evaluated in training" if checkpoints.writes else "none (enable_checkpointing=false)"
+    score = checkpoints.best_model_score
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
         "last checkpoint": _relative(str(last)) if last else "none",
         "best checkpoint": _relative(best) if best else none,
+        **({"best evaluation": f"{checkpoints.monitor} {float(score):.4g}"} if best and score is not None else {}),
         "curves": curves_of(trainer),
         **files_of(trainer),
     }
@@ -233,7 +240,11 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
     first = model.best_metric[0]
     order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("eval/"), name))
     shown = [f"{name.removeprefix('eval/')} {final[name]:.4g}" for name in order]
-    rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown) or "no held-out records to evaluate on"}
+    if not shown:
+        latest = {name: float(value) for name, value in model.latest_metrics.items()}
+        shown = [f"{name} {latest[name]:.4g}" for name in LEARNED if name in latest][:3]
+        shown.append("of the last steps (no held-out records to evaluate on)" if shown else "no held-out records")
+    rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown)}
     began_step, began_tokens = model.began_at
     rows["optimizer steps"] = f"{steps:,}{since_resumed(steps - began_step, steps)} in {seconds:.1f} s"
     if tokens := model.num_tokens - began_tokens:

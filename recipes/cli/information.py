@@ -88,8 +88,8 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "sweep": ("Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. Options of rl fit hold for "
               "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
               "once share the trials.", {
-        "file": {"help": "names a config and ranges of its arguments"},
-        "--n_trials": {"help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
+        "file": {"metavar": "FILE", "help": "names a config and ranges of its arguments"},
+        "--n_trials": {"metavar": "N", "help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
     }),
     "list": ("Lists the installed configs with their one-line descriptions.", {
         "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),

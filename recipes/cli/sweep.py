@@ -2,6 +2,7 @@
 
 import fcntl
 import shlex
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -131,6 +132,7 @@ def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, ind
     seed = sweep.first_seed + index
     if f"seed_{seed}" in attributes:
         return float(attributes[f"seed_{seed}"])
+    print(f"trial {trial.number}, seed {seed} ({index + 1} of {sweep.seeds})", file=sys.stderr, flush=True)
     judge = Judge(sweep, trial, [attributes[f"curve_{sweep.first_seed + i}"] for i in range(index)])
     result = run_once(sweep, chosen, seed, folder, judge)
     trial.set_user_attr(f"curve_{seed}", judge.values)

@@ -75,7 +75,6 @@ class TrialRun(RLCLI):
         super().__init__("fit", args)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
-        config["enable_progress_bar"] = False
         if config["devices"] == "auto":
             config["devices"] = 1
         trainer = super()._instantiate_trainer(config, [*callbacks, *([] if self.judge is None else [self.judge])])

@@ -1,6 +1,7 @@
 """DPO and KTO by the command line: a run, its best checkpoint, implicit rewards in a file, an export."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,14 @@ def test_train_judge_and_export(rl, tmp_path, model, rows, names):
     code, _, err = rl("export", "--ckpt_path", str(folder / "last.ckpt"), "--output", "model")
     assert code == 0, err
     assert {path.name for path in Path("model").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+@pytest.mark.long
+def test_a_run_without_held_out_records_says_what_its_last_steps_reached(rl, tmp_path):
+    path = write(tmp_path / "data.jsonl", PAIRS)
+    arguments = ["--model", "DPO", "--model.model_config", json.dumps(TINY), "--data", "PreferenceDataModule",
+                 "--data.path", path, "--data.n_eval", "0", "--data.batch_size", "8"]  # fmt: skip
+    code, out, err = rl("fit", *arguments, "--trainer.accelerator", "cpu", "--trainer.max_steps", "3")
+    assert code == 0, err
+    assert re.search(r"^DPO on .* train/rewards/accuracies [\d.]+, .*train/loss [\d.]+, of the last steps", out, re.M)
+    assert re.search(r"^best checkpoint +the last: none was evaluated in training$", out, re.M)

@@ -419,7 +419,7 @@ def test_a_final_run_of_another_process_is_waited_for(sweep, monkeypatch):
 
 def test_a_sweep_has_help(capsys):
     main(["sweep", "--help"])
-    assert "usage: rl sweep FILE [--n_trials N]" in capsys.readouterr().out
+    assert "usage: rl sweep [-h] [--n_trials N] FILE" in capsys.readouterr().out
 
 
 @pytest.mark.long
