@@ -89,7 +89,8 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
               "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
               "once share the trials.", {
         "file": {"metavar": "FILE", "help": "names a config and ranges of its arguments"},
-        "--n_trials": {"metavar": "N", "help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
+        "--n_trials": {"metavar": "N",
+                       "help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
     }),
     "list": ("Lists the installed configs with their one-line descriptions.", {
         "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),
