@@ -12,8 +12,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.dqn import DQN
-from rl_modules.networks.custom import custom_q_network
-from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, of_actions
+from rl_modules.networks.q_network import QNetwork, of_actions
 
 
 class C51(DQN):
@@ -43,16 +42,9 @@ class C51(DQN):
         if not self.v_min < self.v_max:
             raise UsageError(f"v_max={self.v_max} must be above v_min={self.v_min}")
 
-    def make_network(self) -> QNetwork:
-        """Builds the network of logits from the hyperparameters."""
-        hp: Any = self.hparams
-        n_actions = int(self.action_space.n)
-        if hp.get("network") is not None:
-            custom: Any = custom_q_network(hp.network, self.observation_space, self.n_atoms, n_actions)
-            return custom
-        return DistributionalQNetwork(
-            self.observation_space, n_actions, self.n_atoms, hp.net_arch, hp.activation_fn, hp.dueling
-        )
+    @property
+    def n_numbers(self) -> int:
+        return self.n_atoms
 
     @property
     def support(self) -> Tensor:

@@ -12,15 +12,14 @@ from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.errors import UsageError, check_widths
 from rl_modules.common.masks import mask_logits, split_mask
-from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.exploration import epsilon_greedy, require_finite_actions
+from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
 from rl_modules.networks.custom import custom_q_network
-from rl_modules.networks.q_network import QNetwork
+from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, make_noisy, remove_noise, resample
 
 
 class DQN(ControlModule):
@@ -85,26 +84,32 @@ class DQN(ControlModule):
             if self.hparams.get("network") is not None:
                 raise UsageError("noisy=True changes the project's own network; leave it false for a network of yours, "
                                  "which may have noisy layers itself")  # fmt: skip
-            from rl_modules.networks.q_network import make_noisy  # only noisy networks need it
-
             make_noisy(self.network)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
+
+    @property
+    def n_numbers(self) -> int | None:
+        """Numbers that the network returns per action; None: the value alone."""
+        return None
 
     def make_network(self) -> QNetwork:
         """Builds the network of action values from the hyperparameters."""
         hp: Any = self.hparams
+        n_actions, n = int(self.action_space.n), self.n_numbers
         if hp.get("network") is not None:
-            custom: Any = custom_q_network(hp.network, self.observation_space, int(self.action_space.n))
+            custom: Any = custom_q_network(hp.network, self.observation_space, *(() if n is None else (n,)), n_actions)
             return custom
-        return QNetwork(self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling)
+        if n is None:
+            return QNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn, hp.dueling)
+        return DistributionalQNetwork(self.observation_space, n_actions, n, hp.net_arch, hp.activation_fn, hp.dueling)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions, [N]; each environment draws its own ε-coin."""
         if self.is_noisy and not deterministic:
-            self.resample(self.network, generator)
+            resample(self.network, generator)
         greedy = self.q_values(self.network, observation).argmax(1)
         if self.is_noisy:
-            self.remove_noise()
+            remove_noise(self.network)
         if deterministic:
             return {"action": greedy}
         mask = split_mask(observation)[1]
@@ -126,22 +131,10 @@ class DQN(ControlModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         if not self.is_noisy:
             return self.minibatch_loss(batch)
-        self.resample(self.network, self.noise_generator)
+        resample(self.network, self.noise_generator)
         loss = self.minibatch_loss(batch)
-        self.remove_noise()
-        return loss
-
-    def resample(self, network: Any, generator: torch.Generator | None) -> None:
-        """Draws new noise for the noisy layers of a network."""
-        from rl_modules.networks.q_network import resample
-
-        resample(network, generator)
-
-    def remove_noise(self) -> None:
-        """Removes the noise of the network."""
-        from rl_modules.networks.q_network import remove_noise
-
         remove_noise(self.network)
+        return loss
 
     def minibatch_loss(self, batch: Minibatch) -> Tensor:
         """Returns the loss of a minibatch, a scalar."""
@@ -164,7 +157,7 @@ class DQN(ControlModule):
         values = []
         for i in range(0, m, size):
             if self.is_noisy:
-                self.resample(self.target_network, self.noise_generator)
+                resample(self.target_network, self.noise_generator)
             values.append(self.target_values(tree_map(lambda x, i=i: x[i : i + size], observation)))
         return torch.cat(values)
 
@@ -212,10 +205,7 @@ class DQN(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        self.exploration_rate = exploration_rate(
-            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
-        )
-        self.record_now(**{"rollout/exploration_rate": self.exploration_rate})
+        decay_exploration(self, progress_remaining)
 
     def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)

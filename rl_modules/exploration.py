@@ -8,6 +8,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.schedules import exploration_rate
 from rl_modules.core.settings import setting
 from rl_modules.distributions import sample_allowed
 from rl_modules.distributions.gaussian import DiagGaussian
@@ -28,6 +29,14 @@ def epsilon_greedy(
     else:
         random = sample_allowed(action_space, mask.to(device), generator)
     return torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)
+
+
+def decay_exploration(module: Any, progress_remaining: float) -> None:
+    """Sets and records a module's ε."""
+    module.exploration_rate = exploration_rate(
+        progress_remaining, module.exploration_fraction, module.exploration_initial_eps, module.exploration_final_eps
+    )
+    module.record_now(**{"rollout/exploration_rate": module.exploration_rate})
 
 
 def require_finite_actions(name: str, action_space: spaces.Space) -> None:

@@ -11,8 +11,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.dqn import DQN
-from rl_modules.networks.custom import custom_q_network
-from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, of_actions
+from rl_modules.networks.q_network import QNetwork, of_actions
 
 
 class QRDQN(DQN):
@@ -33,17 +32,9 @@ class QRDQN(DQN):
     max_grad_norm = None
     loss = fixed("huber")
 
-    def make_network(self) -> QNetwork:
-        """Builds the quantile network from the hyperparameters."""
-        hp: Any = self.hparams
-        if hp.get("network") is not None:
-            n_actions = int(self.action_space.n)
-            custom: Any = custom_q_network(hp.network, self.observation_space, self.n_quantiles, n_actions)
-            return custom
-        return DistributionalQNetwork(
-            self.observation_space, int(self.action_space.n), self.n_quantiles, hp.net_arch, hp.activation_fn,
-            hp.dueling,
-        )  # fmt: skip
+    @property
+    def n_numbers(self) -> int:
+        return self.n_quantiles
 
     def minibatch_loss(self, batch: Minibatch) -> Tensor:
         """Returns the loss of a minibatch, a scalar."""
