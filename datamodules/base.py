@@ -183,7 +183,7 @@ class ControlDataModule(Experience):
         self._resolved = {name: getattr(self, name) for name in self.filled_in}
 
     def _resolve(self) -> None:
-        raise UsageError(f"{type(self).__name__} must define _resolve")
+        """Sets the attributes :attr:`filled_in`."""
 
     def begin_run(self) -> None:
         """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
@@ -246,12 +246,12 @@ class ControlDataModule(Experience):
     @property
     def transitions_per_epoch(self) -> int:
         """Number of transitions per epoch, over all ranks."""
-        raise UsageError(f"{type(self).__name__} must define transitions_per_epoch")
+        raise NotImplementedError
 
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` transitions were collected and all of them were learned from."""
-        raise UsageError(f"{type(self).__name__} must define is_complete")
+        raise NotImplementedError
 
     @property
     def ranks_differ_in_size(self) -> bool:

@@ -112,10 +112,8 @@ class ReplayBuffer:
         return changes
 
     def break_off(self, which: np.ndarray) -> None:
-        """Breaks off running episodes: their newest observation stays, as the successor of their last transition.
-
-        Args:
-            which: environments that begin a new episode, [N] bool.
+        """Breaks off the running episodes of some environments, [N] bool: their newest observation stays, as the
+        successor of their last transition.
         """
         environment = np.arange(self.n_envs)
         # An episode that has ended has its final observation in a separate row.
@@ -164,11 +162,8 @@ class ReplayBuffer:
         return tree_map(lambda x: x[index], self.observation)
 
     def rows_to_save(self, newest: int | None = None) -> Tensor:
-        """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer.
-
-        Args:
-            newest: how many, over all environments; None, or as many as there are: every row that was ever written. At
-                least the newest transition of each environment is kept, with its episode's end.
+        """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer: the
+        newest, at least one transition of each environment with its episode's end; None: all that were ever written.
         """
         # One is the newest observation.
         kept = self.filled if newest is None else max(newest // self.n_envs, self.rows_per_step) + 1
@@ -225,7 +220,7 @@ def replay_bytes(
     double: bool = False,
 ) -> int:
     """Returns the memory that a :class:`ReplayBuffer` and its sampler will take, in bytes. One of ``stack`` frames is
-    stored; ``hindsight`` adds the beginning and end of each row's episode; ``double`` is the buffer's.
+    stored; ``hindsight`` adds the beginning and end of each row's episode.
     """
     total = (buffer_size // n_envs + 1) * n_envs
     row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space, double))) // stack

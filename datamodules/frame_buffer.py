@@ -17,15 +17,6 @@ class FrameReplayBuffer(ReplayBuffer):
     A row holds the newest frame of its observation; the stack is the rows r-k+1 … r. An episode's first stack takes k
     rows. Hence a sampled stack equals the observed one, byte for byte, across episodes' ends, truncation and n-step
     targets, in a k-th of the memory.
-
-    Args:
-        observation_space: a Box whose first axis is the stack.
-        action_space: space of one action.
-        n_envs: number of environments.
-        buffer_size: rows over all environments: transitions, and k for each episode.
-
-    Raises:
-        UsageError: the observations are no stacks.
     """
 
     def __init__(
@@ -43,11 +34,7 @@ class FrameReplayBuffer(ReplayBuffer):
         return self.stack + 1
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
-        """As :meth:`ReplayBuffer.add`.
-
-        Raises:
-            UsageError: an observation does not continue the stack before it.
-        """
+        """As :meth:`ReplayBuffer.add`; refuses an observation that does not continue the stack before it."""
         valid = rollout["valid"].numpy()
         ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
         seen, after = rollout["observation"].numpy(), rollout["next_observation"].numpy()
@@ -97,7 +84,7 @@ class FrameReplayBuffer(ReplayBuffer):
             before: np.ndarray | None = None
             if self.filled:
                 newest = self.head[i] * self.n_envs + i
-                before = self._stacks(newest[None])[0].numpy()[:-1]
+                before = self.observations_at(newest[None])[0].numpy()[:-1]
             must_continue = False
             for t in np.flatnonzero(valid[:, i]):
                 continues = before is not None and np.array_equal(seen[t, i, :-1], before)
@@ -120,13 +107,10 @@ class FrameReplayBuffer(ReplayBuffer):
         raise UsageError("share_frames=True: an observation's older frames are not those of the observation before; "
                          "put FrameStackObservation last among the wrappers, or leave share_frames out")  # fmt: skip
 
-    def _stacks(self, index: Tensor) -> Tensor:
+    def observations_at(self, index: Tensor) -> Tensor:
+        """Observations by their flat numbers, [M, k, *frame]."""
         rows = (index[:, None] + self._offsets) % self.total
         return self.observation[rows]
-
-    def observations_at(self, index: Tensor) -> Any:
-        """Observations by their flat numbers, [M, k, *frame]."""
-        return self._stacks(index)
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
         state = super().state_dict(newest)
@@ -137,11 +121,7 @@ class FrameReplayBuffer(ReplayBuffer):
 
 
 def stack_size(space: spaces.Space) -> int:
-    """K of a space of frame stacks.
-
-    Raises:
-        UsageError: the space is no Box of at least two axes.
-    """
+    """Returns k of a space of frame stacks; refuses what is no Box of at least two axes."""
     if not isinstance(space, spaces.Box) or len(space.shape) < 2 or space.shape[0] < 2:
         raise UsageError("share_frames=True stores frames of stacks, whose space is a Box with the stack as first "
                          f"axis, not {space}; put FrameStackObservation last among the wrappers, or leave share_frames "

@@ -30,17 +30,6 @@ class HindsightReplayBuffer(ReplayBuffer):
     still running counts as its end, and of an episode whose first steps were overwritten, only the remaining steps
     count. The reward is computed anew. ``terminated`` stays, as in Stable-Baselines3.
 
-    Args:
-        observation_space: space of one observation, a Dict with the keys :data:`GOAL_KEYS`.
-        action_space: space of one action.
-        n_envs: environments per step.
-        buffer_size: rows over all environments.
-        compute_reward: the environment's.
-        n_sampled_goal: k; of k + 1 samples k have a replaced goal.
-        goal_selection_strategy: ``future``, ``final`` or ``episode``.
-        seed: seed of the private generator.
-        double: as in :class:`ReplayBuffer`.
-
     Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
     """
 
@@ -152,11 +141,8 @@ class HindsightReplayBuffer(ReplayBuffer):
                            "the wrappers do to goals and rewards")  # fmt: skip
 
     def _reached(self, index: Tensor, place: Tensor) -> Tensor:
-        """Flat numbers of rows whose achieved goals replace those of transitions, [M].
-
-        Args:
-            index: of the transitions, [M].
-            place: uniform in [0, 1), [M]: how far along the episode, or the rest of it.
+        """Flat numbers of rows whose achieved goals replace those of transitions ``index``, [M]; ``place``, uniform in
+        [0, 1), says how far along the episode, or the rest of it.
         """
         row, environment = index // self.n_envs, index % self.n_envs
         end = self.end[index]
@@ -182,21 +168,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         return {**super().state_dict(newest), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            UsageError: the buffer was filled without hindsight, and does not know where its episodes end.
-        """
         if "end" not in state:
             raise UsageError("n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
                              "resume with n_sampled_goal=0")  # fmt: skip
         super().load_state_dict(state)
-        if self.strategy == "episode" and "position" not in state:
-            raise UsageError("goal_selection_strategy='episode' needs a buffer that knows where its episodes began, "
-                             "and the checkpoint is of an earlier version; resume with 'future'")  # fmt: skip
         self.end[: len(state["end"])] = state["end"]
-        if "position" in state:
-            self.position[: len(state["position"])] = state["position"]
+        self.position[: len(state["position"])] = state["position"]
         self.length = like(state["length"], self.length, "length")
         if self.filled < self.rows:
             # A bounded checkpoint may lack the first rows of its oldest episodes.
@@ -207,14 +184,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
 
 def check_hindsight(arguments: Any) -> None:
-    """Refuses arguments of a replay datamodule that do not go together.
-
-    Args:
-        arguments: of the datamodule, by name.
-
-    Raises:
-        UsageError: in one sentence.
-    """
+    """Refuses arguments of a replay datamodule that do not go together."""
     k, strategy = arguments["n_sampled_goal"], arguments["goal_selection_strategy"]
     if not k and strategy != "future":
         raise UsageError(f"goal_selection_strategy={strategy!r} does nothing at n_sampled_goal=0; set that to 4")
@@ -226,17 +196,8 @@ def check_hindsight(arguments: Any) -> None:
 
 
 def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """Returns ``compute_reward`` of the environment, which is reset, or of the outermost wrapper that has one.
-
-    Args:
-        observation_space: space of one observation.
-        env: one environment, with its wrappers.
-        name: of the environment, for messages.
-        sign_reward: learn from the rewards' signs, as the collector stores them.
-
-    Raises:
-        UsageError: the observations have no goals, or the environment can't compute the reward of another goal, or
-            a wrapper divides its rewards by running statistics.
+    """Returns ``compute_reward`` of the environment, which is reset, or of the outermost wrapper that has one, followed
+    by what later wrappers and ``sign_reward`` do to the rewards.
     """
     keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
     if not keys.issuperset(GOAL_KEYS):
@@ -261,16 +222,11 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
                          f"{name} has none")  # fmt: skip
     if sign_reward:
         rescale.append(np.sign)
-    return _rescaled(compute, rescale) if rescale else compute
-
-
-def _rescaled(compute: ComputeReward, rescale: Sequence[Callable[[Any], Any]]) -> ComputeReward:
-    """Returns ``compute`` followed by the rescalings of the environment's rewards."""
 
     def computed(achieved: np.ndarray, desired: np.ndarray, infos: Sequence[dict[str, Any]]) -> Any:
-        reward = np.asarray(compute(achieved, desired, infos))
+        reward = compute(achieved, desired, infos)
         for change in rescale:
-            reward = change(reward)
+            reward = change(np.asarray(reward))
         return reward
 
     return computed

@@ -32,13 +32,8 @@ class Memory(Stateful):
     def act(
         self, act: Act, observation: Any, generator: torch.Generator, starts: np.ndarray | Tensor
     ) -> dict[str, Tensor]:
-        """``act`` from the current state; its fields, with ``state`` before it and ``episode_start``, [N, …].
-
-        Args:
-            act: the policy.
-            observation: [N, *obs].
-            generator: source of the actions.
-            starts: true where an episode begins, [N].
+        """Calls ``act`` from the current state; returns its fields, with ``state`` before it and ``episode_start``,
+        [N, …]; ``starts`` is true where an episode begins, [N].
         """
         state, begins = self._current(starts)
         acted = dict(self._call(act, observation, generator, state))
@@ -49,14 +44,8 @@ class Memory(Stateful):
     def value(
         self, act: Act, observation: Any, device: torch.device, starts: np.ndarray, ends: list[tuple[int, int]]
     ) -> Tensor:
-        """V of the observations after a rollout, [N + F].
-
-        Args:
-            act: the policy.
-            observation: the newest ones, and the F final ones.
-            device: where the policy is.
-            starts: true where the newest begins an episode, [N].
-            ends: row and environment of each final observation.
+        """V of the observations after a rollout, the newest and F final ones, [N + F]; ``ends`` are row and environment
+        of each final one.
         """
         state = torch.cat([self._current(starts)[0], *(self._after[t][i][None] for t, i in ends)])
         return self._call(act, observation, torch.Generator(device), state)["value"]

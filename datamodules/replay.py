@@ -162,11 +162,7 @@ class ReplayDataModule(ControlDataModule):
         self._warned_of_fields = False
 
     def _resolve(self) -> None:
-        """Fills in settings that were not given with the algorithm's defaults.
-
-        Raises:
-            UsageError: the arguments contradict each other.
-        """
+        """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else REPLAY
         given: Any = self.hparams
         freq = wanted.train_freq if given.train_freq is None else given.train_freq
@@ -229,11 +225,7 @@ class ReplayDataModule(ControlDataModule):
         return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes, double=self.norm_obs)
 
     def _announce_memory(self) -> None:
-        """Reports how much memory the buffer will take, before it is allocated.
-
-        Raises:
-            UsageError: more than there is.
-        """
+        """Reports how much memory the buffer will take, before it is allocated; refuses more than there is."""
         local_ranks = self.trainer.num_devices if self.trainer is not None else 1
         given: Any = self.hparams
         bound = self.checkpoint_buffer_size
@@ -359,13 +351,8 @@ class ReplayDataModule(ControlDataModule):
         return transitions
 
     def _offer_to_stop(self, resumes_within: bool) -> None:
-        """Lets a signal end the run within the warm-up, which takes long, or a round of episodes, which may never end.
-
-        Args:
-            resumes_within: whether a checkpoint written now resumes exactly.
-
-        Raises:
-            SIGTERMException: Lightning received the signal, and no callback of this project writes checkpoints.
+        """Lets a signal end the run within the warm-up, which takes long, or a round of episodes, which may never end;
+        ``resumes_within``: a checkpoint written now resumes exactly.
         """
         trainer = self.learner_trainer
         waits = getattr(trainer.train_dataloader, "while_waiting", None)
@@ -375,11 +362,7 @@ class ReplayDataModule(ControlDataModule):
             raise SIGTERMException
 
     def _warm_up(self, began: int) -> None:
-        """``learning_starts`` transitions with uniformly random actions.
-
-        Args:
-            began: transitions before the round that the warm-up is a part of.
-        """
+        """``learning_starts`` transitions with uniformly random actions, after those before the round, ``began``."""
         space = copy.deepcopy(self.action_space)
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:

@@ -106,11 +106,7 @@ class RolloutDataModule(ControlDataModule):
         super()._teardown(stage)
 
     def _resolve(self) -> None:
-        """Fills in settings that were not given with the algorithm's defaults.
-
-        Raises:
-            UsageError: the arguments contradict each other or the algorithm.
-        """
+        """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else MINIBATCHES
         given: Any = self.hparams
         self.n_steps = wanted.n_steps if given.n_steps is None else int(given.n_steps)
@@ -262,7 +258,8 @@ class RolloutDataModule(ControlDataModule):
         self.before_collecting()
         takes_any = collector.mode != AutoresetMode.NEXT_STEP or (self.has_learner and learner.experience.takes_empty)
         with evaluation_mode(learner.modules()), torch.no_grad():
-            self._finish_ahead()
+            if self._ahead is not None:
+                self._finish_ahead()
             rollout, self._next = self._next, None
             # Where every environment only reset, there is nothing to learn from, and no transition is lost.
             while rollout is None or not (takes_any or rollout["valid"].any()):
@@ -282,7 +279,7 @@ class RolloutDataModule(ControlDataModule):
 
     def _finish_ahead(self) -> None:
         """Waits for the rollout that the thread is collecting."""
-        if self._ahead is not None and (rollout := self._ahead.take()) is not None:
+        if (rollout := self._ahead.take()) is not None:
             self._next = rollout
 
     def _cut(self, n_minibatches: int, begins: bool) -> list[Batch]:
@@ -314,8 +311,8 @@ class RolloutDataModule(ControlDataModule):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
-        # The thread steps the environments, which are asked for their episodes.
-        self._finish_ahead()
+        if self._ahead is not None:  # it steps the environments, which are asked for their episodes
+            self._finish_ahead()
         if self._recorded is not None:
             self._recorded.read_episodes()
         prepared = preparation(self.learner) if self.has_learner else {}

@@ -54,15 +54,7 @@ class EnvPoolVector(VectorEnv):
 
     EnvPool resets in the step after an episode's end, whose action and reward are ignored; the last step of the episode
     returns the final observation. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes a new one. The
-    running episodes can't be read from it, nor restored.
-
-    Args:
-        env_id: an id that EnvPool and Gymnasium both know.
-        num_envs: number of environments.
-        env_kwargs: EnvPool's own, such as ``max_episode_steps`` and ``num_threads``.
-
-    Raises:
-        UsageError: EnvPool is not installed, does not know the id, or has other spaces than Gymnasium.
+    running episodes can't be read from it, nor restored. ``env_kwargs`` are EnvPool's own, such as ``num_threads``.
     """
 
     def __init__(self, env_id: str, num_envs: int, env_kwargs: dict[str, Any] | None = None) -> None:
@@ -87,11 +79,7 @@ class EnvPoolVector(VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
     def require_spaces(self, env: gym.Env) -> None:
-        """Refuses an engine whose spaces differ from those of the environment that evaluation uses.
-
-        Raises:
-            UsageError: names both.
-        """
+        """Refuses an engine whose spaces differ from those of the environment that evaluation uses."""
         for name in ("observation_space", "action_space"):
             here, there = getattr(self, f"single_{name}"), getattr(env, name)
             if space_brief(here) != space_brief(there):
@@ -135,9 +123,6 @@ class AgentsVector(VectorEnv):
     ``supersuit.pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1`` make such vectors: every agent is an
     environment, all share one policy, and the agents of a game begin and end together. The final observation is in the
     agent's info, under ``terminal_observation``.
-
-    Args:
-        envs: what SuperSuit made.
     """
 
     def __init__(self, envs: Any) -> None:

@@ -19,11 +19,7 @@ def with_source(env: gym.Env, source: str) -> gym.Env:
 
 
 class WithoutMasks(gym.ObservationWrapper):
-    """Removes the mask from each observation; if only ``observation`` is left, its value replaces the dictionary.
-
-    Args:
-        env: environment with a mask in its observations.
-    """
+    """Removes the mask from each observation; if only ``observation`` is left, its value replaces the dictionary."""
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
@@ -56,14 +52,8 @@ class VectorWithoutMasks(VectorWrapper):
 
 
 class ActionMasks(gym.Wrapper):
-    """Adds the mask of each state to its observation: ``{"observation": ..., "action_mask": uint8}``.
-
-    Args:
-        env: environment with masks; a Dict observation keeps its keys and gets one more.
-        source: what :func:`mask_source` found.
-
-    Raises:
-        UsageError: a mask of another size than the action space, or one that allows nothing where an action is due.
+    """Adds the mask of each state to its observation: ``{"observation": ..., "action_mask": uint8}``. A Dict
+    observation keeps its keys and gets one more; ``source`` is what :func:`~datamodules.envs.vector.mask_source` found.
     """
 
     def __init__(self, env: gym.Env, source: str) -> None:

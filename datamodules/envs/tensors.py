@@ -30,11 +30,6 @@ def torch_env(envs: VectorEnv) -> Any:
 def observation_tensors(space: spaces.Space, observation: Any, double: bool = False) -> Any:
     """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host,
     and so no check that choices are in their space.
-
-    Args:
-        space: the space of a single observation.
-        observation: what the vector returned, [N, …].
-        double: keep float64 in spaces of float64.
     """
     if isinstance(space, spaces.Dict):
         return {name: observation_tensors(part, observation[name], double) for name, part in space.items()}
@@ -52,12 +47,7 @@ def observation_tensors(space: spaces.Space, observation: Any, double: bool = Fa
 
 
 def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
-    """As :func:`rl_modules.common.spaces.to_environment`, of tensors.
-
-    Args:
-        space: the space of a single action.
-        action: as the policy chose it, [N, …].
-    """
+    """As :func:`rl_modules.common.spaces.to_environment`, of tensors, [N, …]."""
     if isinstance(space, spaces.Box):
         low, high = (torch.as_tensor(bound, device=action.device) for bound in (space.low, space.high))
         clipped = action.clamp(low, high)
@@ -70,11 +60,7 @@ def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
 
 
 class AsArrays(VectorWrapper):
-    """A vector of tensors as one of NumPy arrays, for evaluations and replay buffers in the host's memory.
-
-    Args:
-        env: takes and returns tensors.
-    """
+    """A vector of tensors as one of NumPy arrays, for evaluations and replay buffers in the host's memory."""
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)

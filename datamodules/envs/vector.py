@@ -35,10 +35,8 @@ EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
 
 
 def environment_name(env_id: EnvId) -> str:
-    """Returns the environment's name in checkpoints and logs.
-
-    Raises:
-        UsageError: a single environment, which can't be made again for other seeds and evaluation.
+    """Returns the environment's name in checkpoints and logs; refuses a single environment, which can't be made again
+    for other seeds and evaluation.
     """
     if isinstance(env_id, str):
         return env_id
@@ -78,9 +76,6 @@ def make_env(
         wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
         masks: where it gives action masks, as :func:`mask_source` says; None: nowhere; :data:`IGNORED`: they are not
             read, and taken out of its observations.
-
-    Raises:
-        UsageError: unknown id, missing extra, unknown wrapper, unknown keyword, a wrapper that does not fit.
     """
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
@@ -117,9 +112,6 @@ def make_vector_env(
         env_kwargs: as in :func:`make_env`.
         wrappers: as in :func:`make_env`.
         masks: as in :func:`make_env`.
-
-    Raises:
-        UsageError: as in :func:`make_env`, an unknown mode, or wrappers around a vectorised engine.
     """
     if vectorization_mode in ("vector_entry_point", "envpool"):
         if wrappers or masks not in (None, IGNORED):

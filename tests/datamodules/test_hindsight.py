@@ -128,16 +128,6 @@ def test_any_step_of_the_episode_is_as_likely() -> None:
     assert ((counts / counts.sum() - 0.1).abs() < 0.01).all()
 
 
-def test_a_buffer_without_positions_is_refused_where_they_are_needed() -> None:
-    replay = buffer(1, 64)
-    replay.add(Recorded(1, [4]).rollout(6))
-    state = replay.state_dict()
-    del state["position"]
-    buffer(1, 64).load_state_dict(state)
-    with pytest.raises(UsageError, match="goal_selection_strategy='episode' needs a buffer that knows where"):
-        buffer(1, 64, goal_selection_strategy="episode").load_state_dict(state)
-
-
 def test_an_episode_that_is_broken_off_keeps_its_goals_to_itself() -> None:
     replay, source = buffer(2, 64, n_sampled_goal=1000), Recorded(2, [100])
     replay.add(source.rollout(5))
