@@ -17,7 +17,10 @@ from rl_modules.common.errors import UsageError
 #: Parts of a checkpoint that differ between runs: versions, paths and files of the run itself.
 NOT_COMPARED = ("pytorch-lightning_version", "loops", "callbacks")
 #: Curves of the clock.
-CLOCKS = ("time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second")
+CLOCKS = (
+    "time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second",
+    "time/peak_memory_gib", "time/model_flops_utilization",
+)  # fmt: skip
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -481,8 +481,9 @@ class LanguageModule(LanguageMetrics):
             {"params": [p for p in named if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
             {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
-        # Lightning refuses to clip under mixed precision when the optimizer is fused.
-        fused = self.trainer.precision in ("32-true", "64-true", "bf16-true")
+        # Lightning refuses the Trainer's clipping under mixed precision when the optimizer is fused.
+        clips_itself = self.trainer.gradient_clip_val is None and self.trainer.strategy.root_device.type == "cuda"
+        fused = self.trainer.precision in ("32-true", "64-true", "bf16-true", *["bf16-mixed"] * clips_itself)
         return torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=self.learning_rate, eps=self.adam_eps, fused=fused
         )

@@ -11,7 +11,7 @@ from rl_modules.algorithm import Algorithm
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import hand_to_callbacks, write_point
 from rl_modules.core.state import persistent, transient
-from rl_modules.language.throughput import Throughput
+from rl_modules.language.throughput import Throughput, device_figures
 from rl_modules.loggers import adapters
 
 #: Groups of metrics; a name without one belongs to training.
@@ -158,7 +158,8 @@ class LanguageMetrics(Algorithm):
         metrics["train/learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if self.num_tokens:
             metrics["train/num_tokens"] = float(self.num_tokens)
-        metrics |= self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
+        rates = self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
+        metrics |= {**rates, **device_figures(self.model, self.trainer, rates)}
         metrics = self.summarize(metrics)
         self.latest_metrics.update(metrics)
         hand_to_callbacks(self.trainer, metrics)

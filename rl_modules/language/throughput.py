@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -77,3 +78,33 @@ class Throughput:
             found["time/training_tokens_per_second"] = (num_tokens - self._num_tokens) / busy_s
             self._began_s, self._num_tokens, self._paused_s = now_s, num_tokens, 0.0
         return found
+
+
+#: Peak speeds of dense matrix products in bfloat16 by their makers, in operations per second, by part of the name.
+PEAKS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+    "RTX 4090": 165e12, "L4": 121e12,
+}  # fmt: skip
+
+
+def device_figures(model: torch.nn.Module, trainer: Any, rates: dict[str, float]) -> dict[str, float]:
+    """Peak memory of this rank, and the share of the device's peak speed that training takes in the operations of the
+    model: 6 per token and weight that trains, 4 for a frozen one. Empty on a CPU; no share for a card or precision
+    without a known peak.
+
+    Args:
+        model: in training.
+        trainer: of the run.
+        rates: what :meth:`Throughput.rates` returned.
+    """
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return {}
+    found = {"time/peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    name = torch.cuda.get_device_name(device)
+    peak = next((speed for part, speed in PEAKS.items() if part in name), None)
+    rate = rates.get("time/training_tokens_per_second")
+    if peak is not None and rate is not None and trainer.precision.startswith("bf16"):
+        operations = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.parameters())
+        found["time/model_flops_utilization"] = operations * rate / (peak * trainer.world_size)
+    return found

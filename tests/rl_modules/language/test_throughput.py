@@ -2,12 +2,14 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rl_modules.language import throughput
+from rl_modules.language.throughput import device_figures
 from tests.rl_modules.language.test_run_state import Curves, addition, fit, grpo
 from tests.training import tensors_of
 
@@ -75,3 +77,28 @@ def test_clocks_are_in_no_checkpoint(tmp_path: Path) -> None:
     fit(grpo(), addition(), max_steps=2).save_checkpoint(tmp_path / "one.ckpt")
     leaves = tensors_of(torch.load(tmp_path / "one.ckpt", weights_only=True))
     assert leaves and not any("per_second" in f"{path} {value}" for path, value in leaves.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [("NVIDIA H100 80GB HBM3", "bf16-mixed", 989e12), ("NVIDIA H100 PCIe", "bf16-true", 756e12),
+     ("NVIDIA H100 80GB HBM3", "32-true", None), ("Some Card", "bf16-mixed", None)],
+)  # fmt: skip
+def test_figures_of_a_gpu(name, precision, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 5, bias=False))
+    model[0].requires_grad_(False)
+    trainer = SimpleNamespace(precision=precision, world_size=2, strategy=SimpleNamespace(
+        root_device=torch.device("cuda", 0)))  # fmt: skip
+    found = device_figures(model, trainer, {"time/training_tokens_per_second": 1e9})
+    assert found.pop("time/peak_memory_gib") == 3.0
+    # 100 frozen weights and 50 that train.
+    expected = {} if peak is None else {"time/model_flops_utilization": (100 * 4 + 50 * 6) * 1e9 / peak / 2}
+    assert found == pytest.approx(expected)
+
+
+def test_a_cpu_has_no_such_figures():
+    trainer = SimpleNamespace(precision="bf16-mixed", world_size=1, strategy=SimpleNamespace(
+        root_device=torch.device("cpu")))  # fmt: skip
+    assert device_figures(torch.nn.Linear(2, 2), trainer, {"time/training_tokens_per_second": 1.0}) == {}
