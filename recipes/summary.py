@@ -250,6 +250,11 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
     if tokens := model.num_tokens - began_tokens:
         whole = f"{model.num_tokens:,}{since_resumed(tokens, model.num_tokens)}"
         rows["tokens"] = f"{whole}, {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"
+    latest = getattr(model, "latest_metrics", {})
+    if "time/peak_memory_gib" in latest:
+        rows["GPU"] = f"{latest['time/peak_memory_gib']:.1f} GiB at most"
+        if (share := latest.get("time/model_flops_utilization")) is not None:
+            rows["GPU"] += f", {share:.1%} of its peak speed in the last steps' training"
     return rows
 
 

@@ -87,7 +87,7 @@ PEAKS = {
 }  # fmt: skip
 
 
-def device_figures(model: torch.nn.Module, trainer: Any, rates: dict[str, float]) -> dict[str, float]:
+def device_figures(model: Any, trainer: Any, rates: dict[str, float]) -> dict[str, float]:
     """Peak memory of this rank, and the share of the device's peak speed that training takes in the operations of the
     model: 6 per token and weight that trains, 4 for a frozen one. Empty on a CPU; no share for a card or precision
     without a known peak.
