@@ -53,7 +53,7 @@ class LanguageDataModule(LanguageArguments):
         self._passes = EndlessOrder(self.seed)
         self._encoder: TextEncoder | None = None
         self._warned_of_ends = self._warned_of_texts = False
-        # Settings with which the records were encoded; None: there are no records yet.
+        # Of the records; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- records and tokens
@@ -108,11 +108,7 @@ class LanguageDataModule(LanguageArguments):
         return RecordStream(rows, encode, self.streaming_buffer, self.seed, self.source, per_row)
 
     def records_per_row(self, records: Iterator[Record]) -> int:
-        """Returns how many records :meth:`encode` makes of a streamed row that it does not leave out.
-
-        Args:
-            records: those of the source before encoding; an iterator that reads on demand.
-        """
+        """Returns how many records :meth:`encode` makes of a streamed row; ``records`` reads those of the source."""
         return 1
 
     @property
@@ -126,12 +122,8 @@ class LanguageDataModule(LanguageArguments):
         return self.stream is not None or isinstance(self.train_records, EncodedRecords)
 
     def load_split(self, split: str, n: int | None, as_read: bool = False) -> list[Record] | EncodedRecords:
-        """Returns the ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``.
-
-        Args:
-            split: of a task or dataset.
-            n: so many of them; None: all.
-            as_read: encode those of a large source when they are asked for.
+        """Returns ``n`` ``train`` or ``test`` records of the source, or all, with prompts as token ids in
+        ``prompt_ids``; under ``as_read`` those of a large source are encoded when they are asked for.
         """
         training = split == "train"
         if not training and self.eval_path is not None:
@@ -142,19 +134,12 @@ class LanguageDataModule(LanguageArguments):
             source = {"task": self.task, "path": self.path, "dataset": self.dataset}
         records = load_records(
             **source,
-            dataset_config=self.dataset_config,
-            dataset_split=self.dataset_split if training else self.eval_split,
-            columns=self.columns,
-            answer_after=self.answer_after,
-            split=split,
-            n=n,
-            seed=self.seed,
-            required=self.required if training else self.eval_required,
-            reshape=self.reshape,
-            # A task compares texts.
-            texts=self.texts if self.task is None else TEXTS,
+            dataset_config=self.dataset_config, dataset_split=self.dataset_split if training else self.eval_split,
+            columns=self.columns, answer_after=self.answer_after, split=split, n=n, seed=self.seed,
+            required=self.required if training else self.eval_required, reshape=self.reshape,
+            texts=self.texts if self.task is None else TEXTS,  # a task compares texts
             as_read=as_read,
-        )
+        )  # fmt: skip
         if not isinstance(records, Records) or len(records) <= LOADED:
             return self._encode_and_report(list(records))
         longest = min(self.policy.max_length, getattr(self, "max_length", None) or self.policy.max_length) - 1
@@ -166,11 +151,8 @@ class LanguageDataModule(LanguageArguments):
         return encoded
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Converts a row of a file or dataset to the form of a record, before its columns are checked.
-
-        Args:
-            row: its columns, renamed as ``columns`` says.
-            place: the file and line, or the dataset and row, for messages.
+        """Converts a row of a file or dataset to the form of a record, before its columns are checked; ``place`` is
+        its file and line, for messages.
         """
         return row
 
@@ -250,7 +232,7 @@ class LanguageDataModule(LanguageArguments):
         return LazyLoader(steps * n_micro, of_an_epoch)
 
     def record_at(self, position: int) -> int:
-        """Which training record stands at a position of the endless shuffled stream, see :class:`EndlessOrder`."""
+        """Number of the training record at a position of the endless shuffled stream."""
         return self._passes.at(position, len(self.train_records))
 
     def records(self, positions: Sequence[int]) -> list[Record]:
@@ -270,9 +252,7 @@ class LanguageDataModule(LanguageArguments):
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there are held-out records. A task makes them; a file or dataset needs an argument that names
-        them.
-        """
+        """Whether there are held-out records. A task makes them; others need an argument that names them."""
         return bool(self.n_eval) and (self.task is not None or self.eval_path is not None or bool(self.eval_steps))
 
     def val_dataloader(self) -> Any:
@@ -340,7 +320,7 @@ class LanguageDataModule(LanguageArguments):
         return {**scored, **texts, "logged": self.rewards.take_logged()}
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
-        """Returns the object that computes rewards while completions are written; None without ``reward_overlap``."""
+        """What computes rewards while completions are written; None without ``reward_overlap``."""
         if not self.reward_overlap or not len(self.rewards):
             return None
         self._ready_rewards()
@@ -350,16 +330,8 @@ class LanguageDataModule(LanguageArguments):
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
     ) -> Batch:
-        """Decodes completions and scores them.
-
-        Args:
-            records: P, one per prompt.
-            written: the sampler's ``Completions`` of P · num_generations rows.
-            num_generations: completions per prompt.
-            early: was notified of each completion as it ended, and holds their rewards.
-
-        Returns:
-            The fields of ``rl_modules.language.contract.JudgedCompletions`` without the texts' tokens and ``logged``.
+        """Decodes and scores a sampler's completions of P records' prompts, unless ``early`` has their rewards. Returns
+        the fields of ``rl_modules.language.contract.JudgedCompletions`` without the texts' tokens and ``logged``.
         """
         k = num_generations
         if not self._warned_of_texts:
@@ -404,7 +376,6 @@ class LanguageDataModule(LanguageArguments):
         # Lightning does not call `teardown` then, and the process would not end before all waiting calls.
         if self._scoring is not None:
             self._scoring.stop()
-            self._scoring = None
         self._teardown("")
 
     def _teardown(self, stage: str) -> None:

@@ -46,7 +46,7 @@ class Demonstrations:
             raise refuse(place, "completion", f"a demonstration has {most} tokens, the model takes {longest}; shorten "
                          "it")  # fmt: skip
 
-    def parts(self, step: int, rank: int, ranks: int, n_micro: int, pad_id: int, device: Any) -> list[dict[str, Any]]:
+    def parts(self, step: int, rank: int, ranks: int, n_micro: int, pad_id: int) -> list[dict[str, Any]]:
         """One step's demonstrations of one rank, divided over its micro-batches: of each ``ptx_tokens`` [b, T],
         ``ptx_counted`` (places in the flattened tokens that count), and ``ptx_step_tokens``, how many count in the
         whole step, averaged over ranks.
@@ -58,7 +58,7 @@ class Demonstrations:
         own = own[self.sequences.total[own].argsort(stable=True)]
         batches = [self.sequences.batch(part, pad_id) for part in own.tensor_split(n_micro)]
         return [
-            {f"ptx_{name}": value.to(device) for name, value in batch.items()} | {"ptx_step_tokens": step_tokens}
+            {f"ptx_{name}": value for name, value in batch.items()} | {"ptx_step_tokens": step_tokens}
             for batch in batches
         ]
 

@@ -1,6 +1,6 @@
 """Demonstrations: prompts with the completions that a model is to learn."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import cast
 
@@ -160,7 +160,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         for position, batch in enumerate(super()._micro_batches(), first):
             yield {**batch, "seed": stream_seed(self.seed, self._rank, "dropout", position)}
 
-    def batch(self, table: Sequences, records: list[Record], index: Tensor, packs: bool) -> Batch:
+    def batch(self, table: Sequences, records: Sequence[Record], index: Tensor, packs: bool) -> Batch:
         return table.batch(index, self._pad_id, packs)
 
     def step_fields(self, table: Sequences, index: Tensor) -> Batch:

@@ -1,11 +1,8 @@
 """Compares a completion's answer and a reference mathematically, by math-verify.
 
-math-verify ends long computations by a signal, which only the main thread of a process receives. A model may write
-``9^{9^{9}}``, which takes hours. A thread can't be stopped, and other threads hardly run while Python multiplies such
-numbers. Outside of the main thread, a separate process makes the comparison, because its main thread receives the
-signal:
-
-    python -m datamodules.language.mathematics      answers each line of JSON by one
+math-verify ends long computations, such as of ``9^{9^{9}}``, by a signal, which only the main thread of a process
+receives. Outside of it a separate process makes the comparison: ``python -m datamodules.language.mathematics`` answers
+each line of JSON by one.
 """
 
 import atexit
@@ -41,14 +38,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_equal(text: str, reference: str) -> float | None:
-    """Returns 1.0 if the answer in a text equals a reference, 0.0 if not or if the comparison takes too long.
-
-    Args:
-        text: of a completion. The answer is what stands in ``<answer>`` tags; without tags math-verify looks for it.
-        reference: the right answer.
-
-    Returns:
-        None where the reference is no mathematics.
+    """1.0 if the answer in a text equals a reference, 0.0 if not or if the comparison takes too long; None where the
+    reference is no mathematics. The answer is what stands in ``<answer>`` tags; without tags math-verify looks for it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _compare(text, reference, LIMIT_S) if is_main else _ask(text, reference)
@@ -66,9 +57,8 @@ def _compare(text: str, reference: str, limit_s: int) -> float | None:
 
 
 def _mathematics(text: str, limit_s: int) -> list[Any]:
-    """Parses a short text. LaTeX may lack the dollars that math-verify expects around it, unless the text has words.
-
-    Without dollars math-verify reads only a part of LaTeX, such as the 2 of 2√3.
+    """Parses a short text. LaTeX may lack the dollars without which math-verify reads only a part of it, such as the 2
+    of 2√3, unless the text has words.
     """
     from math_verify import parse
 
@@ -79,7 +69,7 @@ def _mathematics(text: str, limit_s: int) -> list[Any]:
 
 
 def _has_words(text: str) -> bool:
-    """Returns whether a text has words of prose, apart from units and the like beside its mathematics."""
+    """Whether a text has words of prose, apart from units and the like beside its mathematics."""
     mathematics = _TEXT_IN_LATEX.sub("", text)
     words = _COMMAND.sub("", mathematics if re.search(r"\w", mathematics) else text)
     return re.search(r"[A-Za-z]{3}", words) is not None
@@ -89,11 +79,7 @@ def _has_words(text: str) -> bool:
 
 
 def _ask(text: str, reference: str) -> float | None:
-    """:func:`is_equal` by another process.
-
-    Raises:
-        RuntimeError: what math-verify raised there, or the process could not start.
-    """
+    """:func:`is_equal` by another process; a RuntimeError for what math-verify raised there."""
     try:
         process = _waiting.pop()
     except IndexError:

@@ -1,7 +1,7 @@
 """Base of the datamodules that learn from records themselves: passes over them, in optimizer steps of equal size."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -52,7 +52,7 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         """Returns the tokens of encoded records, from which batches are cut."""
 
     @abstractmethod
-    def batch(self, table: Table, records: list[Record], index: Tensor, packs: bool) -> Batch:
+    def batch(self, table: Table, records: Sequence[Record], index: Tensor, packs: bool) -> Batch:
         """Returns the records of ``index`` as a batch, packed or padded."""
 
     @abstractmethod
@@ -103,11 +103,12 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         ``num_tokens`` comes once, with the last one.
         """
         n_micro = self._n_micro
+        records: Sequence[Record]
         if self.reads_as_needed:
             records = self.records(self.positions(number))
             table, index = self.table(records), torch.arange(len(records))
         else:
-            records, table, index = list(self.train_records), self.train_table, self.rows_of_step(number)
+            records, table, index = self.train_records, self.train_table, self.rows_of_step(number)
         fields = {**self.step_fields(table, index), "n_micro": n_micro}
         index = index[table.longest[index].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.

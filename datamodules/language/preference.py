@@ -1,7 +1,7 @@
 """Preferences: pairs of answers to one prompt, of which one was chosen."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -223,7 +223,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             self.policy.check_pairs(pairs, self.source)
         return pairs
 
-    def batch(self, table: Pairs, records: list[Record], index: Tensor, packs: bool) -> Batch:
+    def batch(self, table: Pairs, records: Sequence[Record], index: Tensor, packs: bool) -> Batch:
         """Returns some pairs: the fields of :meth:`Pairs.batch`, ``margin`` and ``probability`` [b], of judgements
         ``label`` [b], and ``index`` [b] of loaded ones.
         """

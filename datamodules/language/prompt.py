@@ -90,9 +90,8 @@ class PromptDataModule(LanguageDataModule):
         if stage == "fit":
             micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
-                raise UsageError(
-                    f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
-                )
+                raise UsageError(f"trainer.accumulate_grad_batches={micro} does not divide batch_size="
+                                 f"{self.batch_size}")  # fmt: skip
             if self.ptx_batch_size and self.ptx_batch_size < micro:
                 raise UsageError(f"ptx_batch_size={self.ptx_batch_size} is less than one demonstration for each of "
                                  f"trainer.accumulate_grad_batches={micro} micro-batches")  # fmt: skip
@@ -168,11 +167,8 @@ class PromptDataModule(LanguageDataModule):
                 step = self._step(position % per_pass // n_micro, n_micro)
                 if self.demonstrations is not None:
                     number = (self.generation - 1) * (length // n_micro) + position // n_micro
-                    device = step[0]["tokens"].device
-                    shown = self.demonstrations.parts(
-                        number, self._rank, self._world_size, n_micro, self._pad_id, device
-                    )
-                    step = [{**batch, **part} for batch, part in zip(step, shown, strict=True)]
+                    parts = self.demonstrations.parts(number, self._rank, self._world_size, n_micro, self._pad_id)
+                    step = [{**batch, **part} for batch, part in zip(step, parts, strict=True)]
             self._position = position + 1
             if self._position == length:
                 self._fields = None  # used up: a checkpoint that is written now needs them no more
@@ -239,14 +235,14 @@ class PromptDataModule(LanguageDataModule):
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
             return {**rollout, **self._take_notes()}
-        lacking = n_prompts - sum(self._with_signal(rollout))
+        lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
         for _ in range(self.dynamic_sampling):
             # Every rank draws equally many, because otherwise the ranks' collectives would not match.
             wanted = int(self._largest_over_ranks(lacking))
             if wanted == 0:
                 break
             rollout = joined(rollout, self._round(wanted))
-            informative = self._with_signal(rollout)
+            informative = has_signal(rollout["reward"], self.num_generations).tolist()
             # The first groups with a signal, filled up with the first of those without.
             groups = sorted(range(len(informative)), key=lambda group: not informative[group])[:n_prompts]
             rollout = groups_of(rollout, groups, self.num_generations)
@@ -273,10 +269,6 @@ class PromptDataModule(LanguageDataModule):
     def _take_notes(self) -> dict[str, Any]:
         """Returns the reward functions' failures and logged values since the last call."""
         return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
-
-    def _with_signal(self, rollout: dict[str, Any]) -> list[bool]:
-        flags: list[bool] = has_signal(rollout["reward"], self.num_generations).tolist()
-        return flags
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
@@ -360,9 +352,7 @@ class PromptDataModule(LanguageDataModule):
         return replace(written, version=version)
 
     def _judging(self, first: int, records: list[Record], written: Completions) -> EarlyRewards:
-        """Returns the rewards of a round of this process; after a resume, computes them again with the state at its
-        writing.
-        """
+        """The rewards of a round of this process; after a resume computed again, with the state at its writing."""
         early, state = self._early.pop(first, None), self._states.pop(first, None)
         if early is None:
             self._ready_rewards()

@@ -82,13 +82,8 @@ def math_accuracy(
 
 
 def length_reward(target: int) -> RewardFunction:
-    """Returns a reward function for completions of a certain length: −|length − target| / target, at least −1.
-
-    Args:
-        target: length to aim at, in tokens (in characters where no tokens are given), at least 1.
-
-    Raises:
-        UsageError: a target below 1.
+    """Returns a reward function for completions of a certain length: −|length − target| / target, at least −1. Lengths
+    are in tokens, or in characters where no tokens are given.
     """
     if target < 1:
         raise UsageError(f"length_reward: target={target} must be at least 1")
@@ -106,12 +101,7 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Rewa
            (L_max − L_cache − |y|) / L_cache       where |y| ≤ L_max
            −1                                      beyond
 
-    Args:
-        max_completion_length: L_max, in tokens (in characters where no tokens are given).
-        cache_length: L_cache, from 1 to ``max_completion_length``.
-
-    Raises:
-        UsageError: a ``cache_length`` out of its range.
+    with L_max = ``max_completion_length`` and L_cache = ``cache_length``, in tokens as of :func:`length_reward`.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
     """
@@ -192,11 +182,7 @@ def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
 
 
 def _imported(path: str, known: list[str]) -> Any:
-    """Imports the object of an import path.
-
-    Raises:
-        UsageError: it is the name or directory of a model, or no import path.
-    """
+    """The object of an import path; the name or directory of a model is refused."""
     if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
         raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
                          "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
@@ -204,7 +190,7 @@ def _imported(path: str, known: list[str]) -> Any:
 
 
 def _adapted(func: Any, spec: str) -> RewardFunction:
-    """Returns a function with a name, that takes completions as strings or as chat messages."""
+    """A function with a name, that takes completions as strings or as chat messages."""
     if isinstance(func, nn.Module) and "completions" not in inspect.signature(func.forward).parameters:
         raise UsageError(
             f"reward function {spec!r} is a model; write it with save_pretrained and give the directory to the module "

@@ -12,12 +12,12 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
-    """Returns the text of a completion, which is a string or a list of chat messages (the last one counts)."""
+    """The text of a completion, which is a string or a list of chat messages (the last one counts)."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """Returns a prompt as one text for tables and logs; messages with their roles, a line each."""
+    """A prompt as one text for tables and logs; messages with their roles, a line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
 
 
@@ -29,11 +29,7 @@ def answer_of(text: str) -> str | None:
 
 def voted_answer(text: str, after: str | None = None) -> str:
     r"""A completion's answer for a majority vote, stripped: what stands in its last ``<answer>`` tags, in its last
-    ``\boxed{…}``, or after its last mark; the whole text where it has none of them.
-
-    Args:
-        text: of the completion.
-        after: the mark, such as ``####``; None: there is none.
+    ``\boxed{…}``, or ``after`` a mark such as ``####``; the whole text where it has none of them.
     """
     tagged = answer_of(text)
     if tagged is not None:
@@ -56,11 +52,7 @@ def _last_box(text: str) -> str | None:
 
 
 def reference_text(reference: Any) -> str:
-    """Returns a reference answer as text, stripped; a number as it is written.
-
-    Raises:
-        UsageError: neither text nor a number.
-    """
+    """A reference answer as text, stripped; a number as it is written."""
     if isinstance(reference, bool) or not isinstance(reference, str | int | float):
         raise UsageError(f"answer={str(reference)[:60]!r} is a {type(reference).__name__}, where text or a number "
                          "should be")  # fmt: skip
