@@ -33,6 +33,18 @@ def named_functions(value: Any) -> Any:
     return value
 
 
+#: The sources of records with which an argument is read, of those that are not read with all.
+_SOURCES_OF = {
+    "dataset_split": ("dataset",),
+    "eval_split": ("dataset",),
+    "dataset_config": ("dataset",),
+    "columns": ("path", "dataset"),
+    "answer_after": ("path", "dataset"),
+    "streaming": ("path", "dataset"),
+    "task_kwargs": ("task",),
+}
+
+
 class LanguageArguments(Experience):
     """The arguments of the language datamodules, and the checks of one against another."""
 
@@ -123,22 +135,15 @@ class LanguageArguments(Experience):
         if hp.eval_path is not None and hp.eval_split != "test":
             raise UsageError(f"eval_split={hp.eval_split!r} and eval_path={hp.eval_path!r} both name the held-out "
                              "records; give one")  # fmt: skip
-        for name, usual in (("dataset_split", "train"), ("eval_split", "test")):
-            if hp.dataset is None and hp[name] != usual:
-                raise UsageError(f"{name}={hp[name]!r} is a part of a dataset, and {given[0]}={hp[given[0]]!r} is "
-                                 "taken whole; a file has parts where it is given as dataset")  # fmt: skip
-        for name in ("columns", "answer_after"):
-            if hp.get(name) is not None and hp.task is not None:
-                raise UsageError(f"{name}={hp[name]!r} is for a file or dataset, and task={hp.task!r} makes its "
-                                 "records as they are; leave it out")  # fmt: skip
-        if hp.dataset_config is not None and hp.dataset is None:
-            raise UsageError(f"dataset_config={hp.dataset_config!r} is a dataset's, and none is given")
-        if hp.streaming and (hp.task is not None or hp.n_train is not None):
-            name = "task" if hp.task is not None else "n_train"
-            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
+        for name, sources in _SOURCES_OF.items():
+            usual = self.declared_settings[name].default if name in self.declared_settings else None
+            if given[0] not in sources and hp.get(name) not in (None, {}, usual):
+                raise UsageError(f"{name}={hp[name]!r} is read with a {' or '.join(sources)}, and the records "
+                                 f"come from {given[0]}={hp[given[0]]!r}; leave it out, or give a "
+                                 f"{sources[-1]}")  # fmt: skip
+        if hp.streaming and hp.n_train is not None:
+            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; n_train={hp.n_train} "
                              "can't go with it")  # fmt: skip
-        if hp.task_kwargs and hp.task is None:
-            raise UsageError(f"task_kwargs={hp.task_kwargs} are settings of a task, but none is given")
 
 
 def require_held_out(data: Any, fits: bool) -> None:

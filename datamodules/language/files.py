@@ -256,10 +256,7 @@ def read_dataset(
     import datasets
 
     base, start, stop = parse_split(split)
-    try:
-        found = open_dataset(name, config) if isinstance(name, str) else name
-    except Exception as error:  # `datasets` raises errors of many libraries
-        raise UsageError(unreadable(name, error)) from error
+    found = open_dataset(name, config) if isinstance(name, str) else name
     if isinstance(found, datasets.IterableDatasetDict):
         if base not in found or start is not None or stop is not None:
             raise UsageError(f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
@@ -330,6 +327,21 @@ def _without_nulls(value: Any) -> Any:
 
 def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
     """Opens a hub name, a directory of ``save_to_disk``, or a file by ``datasets``."""
+    try:
+        return _opened(name, config, streaming)
+    except Exception as error:  # `datasets` raises errors of many libraries
+        # The cause says more than "An error occurred while generating the dataset".
+        cause = error if error.__cause__ is None or not str(error.__cause__).strip() else error.__cause__
+        reason = " ".join(str(cause).split())[:300].rstrip(".") or type(cause).__name__
+        what, remedy = "read", "give what save_to_disk wrote, or parquet, csv or json files"
+        if not Path(name).exists():
+            what = "loaded"
+            remedy = ("without network download it elsewhere, keep it with save_to_disk, and give that directory "
+                      "instead of the hub name")  # fmt: skip
+        raise UsageError(f"dataset {name!r} can't be {what} ({reason}); {remedy}") from error
+
+
+def _opened(name: str, config: str | None, streaming: bool) -> Any:
     import datasets
 
     path = Path(name)
@@ -346,17 +358,6 @@ def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
         return datasets.load_dataset(kind, data_files=name, streaming=streaming, **options)
     options = options_of_folder(name, config) if path.is_dir() else {}
     return datasets.load_dataset(name, config, streaming=streaming, **options)
-
-
-def unreadable(name: str, error: Exception) -> str:
-    """A sentence that says why a dataset can't be read."""
-    # The cause says more than "An error occurred while generating the dataset".
-    cause = error if error.__cause__ is None or not str(error.__cause__).strip() else error.__cause__
-    reason = " ".join(str(cause).split())[:300].rstrip(".") or type(cause).__name__
-    if Path(name).exists():
-        return f"dataset {name!r} can't be read ({reason}); give what save_to_disk wrote, or parquet, csv or json files"
-    return (f"dataset {name!r} can't be loaded ({reason}); without network download it elsewhere, keep it with "
-            "save_to_disk, and give that directory instead of the hub name")  # fmt: skip
 
 
 def parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:

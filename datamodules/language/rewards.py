@@ -34,20 +34,14 @@ def exact_answer(
     prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
     """1.0 where the completion is the reference answer (space around it does not count), else 0.0; None without one."""
-    return [
-        None if reference is None else float(text_of(completion).strip() == reference_text(reference))
-        for completion, reference in zip(completions, answer, strict=True)
-    ]
+    return _compared(completions, answer, lambda text, reference: float(text.strip() == reference))
 
 
 def answer_in_tags(
     prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
     """1.0 where the last ``<answer>…</answer>`` holds the reference answer, else 0.0; None without a reference."""
-    return [
-        None if reference is None else float(answer_of(text_of(completion)) == reference_text(reference))
-        for completion, reference in zip(completions, answer, strict=True)
-    ]
+    return _compared(completions, answer, lambda text, reference: float(answer_of(text) == reference))
 
 
 def think_answer_format(
@@ -75,10 +69,13 @@ def math_accuracy(
     None where the reference is missing or no mathematics. What stands in ``<answer>`` tags is the completion's answer;
     without tags math-verify looks for it. What takes longer than 5 s counts as different.
     """
-    return [
-        None if reference is None else is_equal(text_of(completion), reference_text(reference))
-        for completion, reference in zip(completions, answer, strict=True)
-    ]
+    return _compared(completions, answer, is_equal)
+
+
+def _compared(completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, str], float | None]) -> Rewards:
+    """The score of each completion's text and reference; None without a reference."""
+    return [None if reference is None else score(text_of(completion), reference_text(reference))
+            for completion, reference in zip(completions, answer, strict=True)]  # fmt: skip
 
 
 def length_reward(target: int) -> RewardFunction:
@@ -119,15 +116,11 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Rewa
 
 #: Reward functions that are ready.
 FUNCTIONS: dict[str, RewardFunction] = {
-    "exact_answer": exact_answer,
-    "answer_in_tags": answer_in_tags,
-    "think_answer_format": think_answer_format,
-    "math_accuracy": math_accuracy,
+    func.__name__: func for func in (exact_answer, answer_in_tags, think_answer_format, math_accuracy)
 }
 #: Those that settings make.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {
-    "length_reward": length_reward,
-    "soft_overlong_penalty": soft_overlong_penalty,
+    func.__name__: func for func in (length_reward, soft_overlong_penalty)
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl, unreadable
+from datamodules.language.files import Placed, as_written, is_table, open_dataset, parse_split, read_jsonl
 from datamodules.language.notices import notice
 from datamodules.language.records import NothingUsable
 from datamodules.language.tasks.base import Record
@@ -18,7 +18,7 @@ from rl_modules.common.seeding import stream_seed
 #: Optimizer steps of an epoch of a stream, whose length is not known.
 STREAM_STEPS = 1000
 #: A source's rows from the one of a given number on, each with its place.
-Rows = Callable[[int], Iterator[tuple[str, Record]]]
+Rows = Callable[[int], Iterator[Placed]]
 
 
 class RecordStream:
@@ -40,7 +40,7 @@ class RecordStream:
     """
 
     def __init__(
-        self, rows: Rows, encode: Callable[[list[tuple[str, Record]]], list[Record]], buffer_size: int, seed: int,
+        self, rows: Rows, encode: Callable[[list[Placed]], list[Record]], buffer_size: int, seed: int,
         name: str, per_row: int = 1,
     ) -> None:  # fmt: skip
         self._rows, self._encode, self._size, self._seed, self._name = rows, encode, buffer_size, seed, name
@@ -48,7 +48,7 @@ class RecordStream:
         self._blocks: dict[int, list[Record]] = {}
         # Rounds that are written ahead read in a thread of their own.
         self._lock = threading.Lock()
-        self._reader: Iterator[tuple[str, Record]] | None = None
+        self._reader: Iterator[Placed] | None = None
         self._read = 0  # rows of the endless stream that the reader is past
         #: Rows of the source; None until its end was seen.
         self.length: int | None = None
@@ -98,7 +98,7 @@ class RecordStream:
                        f"used ({reason})")  # fmt: skip
             usable += 1
 
-    def _from(self, row: int) -> Iterator[tuple[str, Record]]:
+    def _from(self, row: int) -> Iterator[Placed]:
         """The endless stream from a row on."""
         if self._reader is None or row != self._read:
             self._read, self._reader = row, self._endless(row)
@@ -106,7 +106,7 @@ class RecordStream:
             self._read += 1
             yield found
 
-    def _endless(self, row: int) -> Iterator[tuple[str, Record]]:
+    def _endless(self, row: int) -> Iterator[Placed]:
         start = row if self.length is None else row % self.length
         while True:
             count = start
@@ -133,32 +133,19 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
     if any(part):
         raise UsageError(f"dataset_split={split!r} names a part of a split, which can't be streamed; give {base!r}, or "
                          "streaming=false")  # fmt: skip
-    name = str(path or dataset)
-    table = _open(path or dataset, dataset_config, base, name)
+    import datasets
 
-    def rows(start: int) -> Iterator[tuple[str, Record]]:
-        for i, row in enumerate(_rest(table, start), start):
+    name, source = str(path or dataset), path or dataset
+    table = open_dataset(source, dataset_config, streaming=True) if isinstance(source, str) else source
+    if isinstance(table, datasets.DatasetDict | datasets.IterableDatasetDict):
+        if base not in table and len(table) > 1:
+            raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(table)}")
+        table = table[base] if base in table else next(iter(table.values()))
+
+    def rows(start: int) -> Iterator[Placed]:
+        # From its end on, ``Dataset.skip`` is an IndexError.
+        is_past = isinstance(table, datasets.Dataset) and start >= len(table)
+        for i, row in enumerate(() if is_past else table.skip(start), start):
             yield f"{name}, row {i}", as_written(row)
 
     return rows
-
-
-def _rest(table: Any, start: int) -> Any:
-    """A table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
-    import datasets
-
-    return () if isinstance(table, datasets.Dataset) and start >= len(table) else table.skip(start)
-
-
-def _open(source: Any, config: str | None, split: str | None, name: str) -> Any:
-    import datasets
-
-    try:
-        found = open_dataset(source, config, streaming=True) if isinstance(source, str) else source
-    except Exception as error:  # `datasets` raises errors of many libraries
-        raise UsageError(unreadable(name, error)) from error
-    if not isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
-        return found
-    if split not in found and len(found) > 1:
-        raise UsageError(f"dataset {name!r} has no split {split!r}; it has {', '.join(found)}")
-    return found[split] if split in found else next(iter(found.values()))

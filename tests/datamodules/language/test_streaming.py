@@ -382,7 +382,7 @@ def longer(prompts, completions, completion_ids, **columns):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"task": "addition", "streaming": True}, r"streaming=true reads a file or dataset whole.*task='addition' can't"),
+    ({"task": "addition", "streaming": True}, r"streaming=True is read with a path or dataset, .*task='addition'"),
     ({"path": "x.jsonl", "streaming": True, "n_train": 5}, r"n_train=5 can't go with it"),
     ({"path": "x.jsonl", "streaming": True, "streaming_buffer": 0}, r"streaming_buffer=0 must be at least 1"),
 ])  # fmt: skip
