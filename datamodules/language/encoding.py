@@ -95,16 +95,9 @@ class TextEncoder:
         Where a prompt or an answer is messages, or texts go through the chat template, the template renders both
         together and its tokens are divided where they differ from those of the prompt with an opened assistant's turn.
         The end of the turn is then the template's. Other answers are tokenized separately from their prompts, because
-        generation also starts at this boundary, and end with the EOS token; one that is written out counts.
-
-        Args:
-            prompts: n texts or lists of messages; an answer continues a last message that is the assistant's.
-            sides: each has n answers: texts, or lists of one message.
-            records: the prompts' records, see :meth:`prompts`.
-            complete: refuse answers of which the template leaves something out.
-
-        Returns:
-            n prompts, and for each side n answers. A prompt's beginning is shared by all its answers.
+        generation also starts at this boundary, and end with the EOS token; one that is written out counts. A prompt's
+        beginning is shared by its answers of all ``sides``. ``complete`` refuses answers of which the template leaves
+        something out.
         """
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
         # A text goes through the chat template with an answer that does.
@@ -202,9 +195,7 @@ class TextEncoder:
         return prompt if self._is_plain(prompt) else self.messages(prompt)
 
     def ends_turns(self) -> bool:
-        """Whether the chat template ends the assistant's turns with the EOS token; true of a template that does not
-        render a question and its answer alone.
-        """
+        """Whether the chat template ends the assistant's turns with the EOS token; true where it renders none alone."""
         end = self._end()
         return end is None or str(self.tokenizer.eos_token) in end
 
@@ -268,12 +259,7 @@ class TextEncoder:
         The template's own ``{% generation %}`` blocks mark them. A template without them must render the beginning of a
         conversation equally with and without later messages. Each assistant turn is then the text that is added to the
         preceding messages with an opened assistant turn. An assistant message with ``weight: 0``, as OpenAI's format
-        has it, does not count.
-
-        Args:
-            messages: of all turns.
-            record: read for ``tools`` and ``chat_template_kwargs``.
-            first: number of the message from which on assistant turns count.
+        has it, does not count, nor do turns before message number ``first``.
         """
         added = len(self.messages(messages)) - len(messages)
         messages, first = self.messages(messages), first + added

@@ -15,7 +15,7 @@ from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.records import NothingUsable, as_judgement, as_preference, refuse
 from datamodules.language.sequences import Pairs
-from datamodules.language.sources import load_records
+from datamodules.language.sources import fitting, load_records
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers
@@ -205,14 +205,9 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         )[:n])  # fmt: skip
         prompts, (completions,) = self.encode_answers(records, "completion")
         ids = [p + c for p, c in zip(prompts, completions, strict=True)]
-        fitting = [torch.tensor(row, dtype=torch.int32) for row in ids if len(row) <= self.limit]
-        if not fitting:
-            raise UsageError(f"none of {len(ids)} demonstrations has at most {self.limit} tokens; give others with "
-                             "demonstrations_path")  # fmt: skip
-        if len(fitting) < len(ids):
-            notice(f"{len(ids) - len(fitting)} of {len(ids)} demonstrations left out, they are longer than "
-                           f"{self.limit} tokens")  # fmt: skip
-        return fitting
+        kept = fitting(list(map(len, ids)), self.limit, str(self.demonstrations_path or self.source), "drop",
+                       "demonstrations", "give others with demonstrations_path")  # fmt: skip
+        return [torch.tensor(ids[i], dtype=torch.int32) for i in kept]
 
     # ---------------------------------------------------------------- training batches
 
@@ -228,10 +223,11 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         ``label`` [b], and ``index`` [b] of loaded ones.
         """
         chosen = [records[i] for i in index.tolist()]
+        known = [record.get("probability") for record in chosen]
         batch = {
             **table.batch(index, packs),
             "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
-            "probability": torch.tensor([_probability(record) for record in chosen]),
+            "probability": torch.tensor([math.nan if p is None else float(p) for p in known]),
         }
         if chosen and "label" in chosen[0]:
             batch["label"] = torch.tensor([record["label"] for record in chosen], dtype=torch.bool)
@@ -264,10 +260,6 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         start = number * size if size > n else epoch * n + place * size
         return range(start, start + size)
 
-    def pairs_of_step(self, number: int) -> Tensor:
-        """Returns the training pairs of an optimizer step over all ranks, see :meth:`rows_of_step`."""
-        return self.rows_of_step(number)
-
     # ---------------------------------------------------------------- evaluation
 
     def evaluation(self) -> LazyLoader:
@@ -288,9 +280,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
 
     def demonstrations(self) -> LazyLoader:
         """Yields this rank's share of the demonstrations in batches of ``tokens`` [b, T], ``length`` [b] and ``weight``
-        [b].
-
-        Every rank has as many; the last ones' weight may be 0.
+        [b]. Every rank has as many; the last ones' weight may be 0.
         """
         ids, world = sorted(self.demonstration_ids, key=len), self._world_size
         share, size = -(-len(ids) // world), self.eval_batch_size
@@ -299,26 +289,18 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             for start in range(0, share, size):
                 numbers = [i * world + self._rank for i in range(start, min(start + size, share))]
                 weight = torch.tensor([float(i < len(ids)) for i in numbers])
-                yield {**padded([ids[min(i, len(ids) - 1)] for i in numbers]), "weight": weight}
+                texts = [ids[min(i, len(ids) - 1)] for i in numbers]
+                yield {
+                    "tokens": pad_sequence(texts, batch_first=True).long(),
+                    "length": torch.tensor([len(text) for text in texts]),
+                    "weight": weight,
+                }
 
         return LazyLoader(-(-share // size), play)
 
     @property
     def _layout(self) -> dict[str, Any]:
         return {**super()._layout, "the number of training pairs": len(self.train_records)}
-
-
-def _probability(record: Record) -> float:
-    known = record.get("probability")
-    return math.nan if known is None else float(known)
-
-
-def padded(sequences: list[Tensor]) -> dict[str, Tensor]:
-    """Returns ``tokens`` [b, T], padded with zeros after each end, and ``length`` [b]."""
-    return {
-        "tokens": pad_sequence(sequences, batch_first=True).long(),
-        "length": torch.tensor([len(ids) for ids in sequences]),
-    }
 
 
 def unpair(records: list[Record]) -> list[Record]:
@@ -335,12 +317,8 @@ def unpair(records: list[Record]) -> list[Record]:
 
 
 def mismatched(prompts: list[list[int]]) -> list[int]:
-    """Returns for each prompt the number of another one: the first that differs, starting half the list away.
-
-    Where all prompts are equal, it is the one half the list away.
-
-    Args:
-        prompts: token ids, at least two prompts.
+    """For each of several prompts the number of another one: the first that differs, starting half the list away; where
+    all prompts are equal, the one half the list away.
     """
     n, half = len(prompts), len(prompts) // 2
     if all(prompt == prompts[0] for prompt in prompts):

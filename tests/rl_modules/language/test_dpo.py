@@ -134,7 +134,7 @@ def test_step_is_the_loss_of_each_unpadded_sequence(arguments, packing, make_tra
 
     class Check(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            rows = pairs.pairs_of_step(len(expected)).tolist()
+            rows = pairs.rows_of_step(len(expected)).tolist()
             sides = ("chosen_ids", "rejected_ids")
             with torch.no_grad():
                 for i, side in itertools.product(range(len(pairs.train_records)), sides) if not reference else ():

@@ -44,7 +44,7 @@ def test_step_is_the_loss_of_each_unpadded_sequence(arguments, packing, make_tra
     class Check(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             records = judgements.train_records
-            rows = judgements.pairs_of_step(len(expected)).tolist()
+            rows = judgements.rows_of_step(len(expected)).tolist()
             with torch.no_grad():
                 if not reference:
                     for i, record in enumerate(records):

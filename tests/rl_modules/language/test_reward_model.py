@@ -83,7 +83,7 @@ def test_step_is_bradley_terrys_loss_of_each_unpadded_sequence(family, packing, 
 
     class Check(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            rows = pairs.pairs_of_step(len(seen))
+            rows = pairs.rows_of_step(len(seen))
             rows = rows[pairs.train_pairs.longest[rows].argsort(stable=True)].tolist()
             scores = []
             with torch.no_grad():
