@@ -109,3 +109,12 @@ def test_a_page_has_the_scripts_that_it_needs():
     assert scripts('<pre class="mermaid">') == ["../../javascripts/mermaid.min.js"]
     for names in site_hooks.SCRIPTS.values():
         assert all((ROOT / "docs/javascripts" / name).is_file() for name in names)
+
+
+def test_the_site_s_own_files_load_nothing_from_elsewhere():
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text("utf-8")
+    for style in (ROOT / "docs/stylesheets").rglob("*.css"):
+        for link in re.findall(r"""url\(["']?(.*?)["']?\)""", style.read_text("utf-8")):
+            assert link.startswith("data:") or (style.parent / link).is_file(), f"{style}: {link}"
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert re.findall(r"(?:extra_css|extra_javascript):\s+- https?:", nav) == []

@@ -86,8 +86,8 @@ print("V of the random walk", [round(v, 3) for v in value[:6].tolist()])
 # and again, $Q_{k+1} = T Q_k$. This is **value iteration**, and it converges for $\gamma < 1$. Proof: for two
 # tables $Q$ and $Q'$,
 #
-# $$|TQ(s,a) - TQ'(s,a)| = \gamma \Big| \sum_{s'} P(s' \mid s,a) \big[\max_{a'} Q(s', a') - \max_{a'} Q'(s',
-# a')\big] \Big| \le \gamma \max_{s', a'} |Q(s', a') - Q'(s', a')| ,$$
+# $$\begin{aligned}|TQ(s,a) - TQ'(s,a)| &= \gamma \Big| \sum_{s'} P(s' \mid s,a) \big[\max_{a'} Q(s', a') -
+# \max_{a'} Q'(s', a')\big] \Big| \\ &\le \gamma \max_{s', a'} |Q(s', a') - Q'(s', a')|,\end{aligned}$$
 #
 # because two maxima differ by no more than the largest difference of their entries, and a mean by no more than its
 # largest term. One application shrinks the largest difference of any two tables by $\gamma$. So there is only one

@@ -111,9 +111,9 @@ keep("Q-learning", runs["Q-learning"], "eval/true_return")
 # %% [markdown]
 # **How to read it.** The greedy policy of Q-learning reaches -13 in all seeds and stays there, while it still
 # explores. The next plot shows the returns *of training*, random steps included. There SARSA is better: Q-learning
-# walks along the edge, and a random step sometimes sends it over. (SARSA's greedy policy can lose its way after a
-# fall at this large step size, as one seed shows; page 3 lowers it.) Both are right, about different policies.
-# Always ask which policy a curve shows: the one that explores (`rollout/`), or the one that is learned (`eval/`).
+# walks along the edge, and a random step sometimes sends it over. (SARSA's greedy policy loses its way after falls
+# at this large step size; page 3 lowers it.) Both are right, about different policies. Always ask which policy a
+# curve shows: the one that explores (`rollout/`), or the one that is learned (`eval/`).
 
 # %%
 plot(

@@ -5,7 +5,9 @@
 
 import json
 import logging
+import math
 import os
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,7 +80,7 @@ def plot(
     xlabel: str,
     ylabel: str,
     best: float | None = None,
-    log: bool = False,
+    best_name: str = "exact optimum",
 ) -> None:
     """Draws a metric; of several seeds their mean, with a band from the smallest to the largest value.
 
@@ -87,8 +89,8 @@ def plot(
         metric: to draw.
         xlabel: of the axis.
         ylabel: of the axis.
-        best: the exact optimum, a dashed line.
-        log: logarithmic y-axis.
+        best: a dashed line.
+        best_name: what it is.
     """
     _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
     for name, several in runs.items():
@@ -100,8 +102,8 @@ def plot(
             [line] = axes.plot(steps, values.mean(0), label=name, marker="." if len(steps) < 20 else None)
             axes.fill_between(steps, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color(), linewidth=0)
     if best is not None:
-        axes.axhline(best, color="gray", linestyle="--", linewidth=1, label="exact optimum")
-    axes.set(xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
+        axes.axhline(best, color="gray", linestyle="--", linewidth=1, label=best_name)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     if len(runs) > 1 or best is not None:
         axes.legend()
@@ -131,3 +133,55 @@ def draw(q: Tensor, model: TransitionModel, title: str) -> None:
     axes.imshow(picture)
     axes.axis("off")
     plt.show()
+
+
+#: All sums of two digits; all completions of one or two digits, among which the pages on language models enumerate; and
+#: which of them is right.
+PROMPTS = [f"{a}+{b}=" for a in range(10) for b in range(10)]
+SUMS = [a + b for a in range(10) for b in range(10)]
+ANSWERS = [*"0123456789", *(f"{number:02d}" for number in range(100))]
+RIGHT = torch.tensor([ANSWERS.index(str(total)) for total in SUMS])
+#: A transformer of two layers and 64 dimensions.
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+
+
+@torch.no_grad()
+def log_probs(policy: Any) -> Tensor:
+    """Returns log π(y|x) of every answer to every prompt, with the end token, [100 prompts, 110 answers]."""
+    tokenizer = policy.tokenizer
+    end = tokenizer.eos_token_id
+    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
+    rows = [[*prompt, *tokenizer(answer).input_ids, end] for prompt in prompts for answer in ANSWERS]
+    ids = torch.tensor([row + [end] * (max(map(len, rows)) - len(row)) for row in rows])
+    length = torch.tensor([len(row) for row in rows])[:, None]
+    token = policy.model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    position = torch.arange(1, ids.shape[1])
+    counts = (position >= len(prompts[0])) & (position < length)
+    return torch.where(counts, token, 0.0).sum(1).view(len(PROMPTS), len(ANSWERS))
+
+
+def pass_rate(policy: Any) -> float:
+    """Returns the exact probability that a sampled answer is the right sum, mean over the prompts."""
+    return float(log_probs(policy)[torch.arange(100), RIGHT].exp().mean())
+
+
+def write_comparisons(path: Path, n: int, seed: int) -> None:
+    """Writes comparisons of two answers between 0 and 18, drawn from the Bradley-Terry model with the reward of
+    :func:`true_reward`.
+    """
+    rng = random.Random(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(n):
+            i = rng.randrange(100)
+            first, second = rng.sample(range(19), 2)
+            wins = 1 / (1 + math.exp(true_reward(i, second) - true_reward(i, first)))
+            if rng.random() > wins:
+                first, second, wins = second, first, 1 - wins
+            record = {"prompt": PROMPTS[i], "chosen": str(first), "rejected": str(second), "probability": wins}
+            file.write(json.dumps(record) + "\n")
+
+
+def true_reward(prompt: int, answer: int) -> float:
+    """Returns the reward behind the comparisons: 0 for the right sum, -2 for each unit away from it."""
+    return -2.0 * abs(answer - SUMS[prompt])

@@ -3,14 +3,16 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 LADDER = Path(__file__).parents[2] / "docs/ladder"
-SCRIPTS = sorted(LADDER.glob("[0-9][0-9]_*.py"))
-SCRIPTS = [script for script in SCRIPTS if "**Exercise" in script.read_text("utf-8")]
+NOTEBOOKS = sorted(LADDER.glob("[0-9][0-9]_*.py"))
+SCRIPTS = NOTEBOOKS[:10]
 _EXERCISE = re.compile(r"\*\*Exercise (\d+\.\d+)\.\*\*(.*?)</details>", re.DOTALL)
 _CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -18,6 +20,13 @@ _CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 def text_of(script):
     """The script's text without comment signs."""
     return "".join(re.sub(r"^# ?", "", line) for line in script.read_text("utf-8").splitlines(keepends=True))
+
+
+def prose_of(script):
+    """The text of its cells of text, without code."""
+    cells = re.split(r"(?m)^# %% ?", script.read_text("utf-8"))
+    text = "\n".join(re.sub(r"(?m)^# ?", "", cell) for cell in cells if cell.startswith("[markdown]"))
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 def exercises():
@@ -29,16 +38,18 @@ def exercises():
 @pytest.fixture(autouse=True)
 def in_the_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(LADDER))
+    monkeypatch.chdir(LADDER)
     monkeypatch.setenv("LADDER_SHORT", "1")
     monkeypatch.delitem(sys.modules, "helpers", raising=False)
 
 
 @pytest.mark.parametrize(("script", "text"), list(exercises()))
-def test_the_answer_is_right(script, text):
+def test_the_answer_is_right(script, text, tmp_path):
     answer = text.partition("<summary>Answer</summary>")[2]
     [code] = _CODE.findall(answer)
     assert "assert" in code
-    exec(compile(code, script.name, "exec"), {"__name__": "answer"})
+    (tmp_path / "answer.py").write_text(code, "utf-8")
+    runpy.run_path(str(tmp_path / "answer.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -48,6 +59,16 @@ def test_every_rung_has_three_exercises_in_order(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_rung_has_its_parts_and_is_no_longer_than_a_sitting(script):
+    text = text_of(script)
+    for part in ("**Next:**" if script != SCRIPTS[-1] else "**Before:**", "How to read it", "What failure looks like",
+                 "**Sources.**"):  # fmt: skip
+        assert part in text, part
+    prose = re.sub(r"\$\$.*?\$\$", "", prose_of(script), flags=re.DOTALL)
+    assert 600 < len(re.sub(r"\$[^$]*\$", "x", prose).split()) < 1500
+
+
+@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
 def test_the_notebook_is_the_script_with_outputs(script):
     jupytext = pytest.importorskip("jupytext")
     written = json.loads(script.with_suffix(".ipynb").read_text("utf-8"))["cells"]
@@ -77,10 +98,24 @@ def test_a_symbol_is_defined_on_this_page_or_an_earlier_one(script):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
 def test_the_notebook_runs_shortened(script, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "show", pyplot.close)
     if int(script.stem[:2]) >= 10:
         pytest.importorskip("transformers")
     runpy.run_path(str(script), run_name="notebook")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node renders the equations")
+def test_every_equation_can_be_rendered():
+    texts = [*map(prose_of, NOTEBOOKS), (LADDER / "glossary.md").read_text("utf-8")]
+    prose = re.sub(r"`[^`\n]*`", "", "\n".join(texts))
+    equations = [block or line for block, line in re.findall(r"\$\$(.+?)\$\$|\$([^$]+?)\$", prose, re.DOTALL)]
+    assert len(equations) > 500
+    program = (
+        f"const katex = require({str(LADDER.parent / 'javascripts/katex.min.js')!r});"
+        "for (const text of JSON.parse(require('fs').readFileSync(0, 'utf8')))"
+        "  katex.renderToString(text, {throwOnError: true, strict: 'error'})"
+    )
+    subprocess.run(["node", "-e", program], input=json.dumps(equations), text=True, check=True, timeout=60)
