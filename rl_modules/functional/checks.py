@@ -21,17 +21,7 @@ def require_tensors(**named: object) -> None:
 
 
 def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) -> None:
-    """Refuses a tensor that would broadcast silently, such as (B, 1) against (B,).
-
-    Args:
-        name: The argument to be named in the error.
-        tensor: Its value.
-        expected: The shape that it must have.
-        like: Where that shape comes from, for instance ``"log_prob"``.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Refuses a tensor that would broadcast silently, such as (B, 1) against (B,)."""
     if not isinstance(tensor, Tensor):
         require_tensors(**{name: tensor})
     if tensor.shape != expected:

@@ -109,13 +109,8 @@ def token_log_probs_gradient(
 ) -> Tensor:
     """The gradient of :func:`token_log_probs` with respect to the logits, for callers that recompute the logits.
 
-    Args:
-        logits: [B, L, V].
-        tokens: [B, L].
-        normaliser: log Σ_v exp(z_v / T), [B, L, 1].
-        grad: of the log-probabilities, [B, L].
-        temperature: T.
-        out: tensor for the result, with the logits' shape; may be the logits.
+    Logits are [B, L, V], tokens and the log-probabilities' ``grad`` [B, L], and the normaliser log Σ_v exp(z_v / T)
+    [B, L, 1]. The result is written to ``out``, which may be the logits.
     """
     factor = (grad / temperature).unsqueeze(-1)
     for scratch, piece, result, normaliser_piece, token, weight in _pieces(
@@ -205,7 +200,9 @@ def _log_total(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     total, largest = _room(logits), _room(logits)
     if logits.device.type == "cpu":
         for scratch, piece, total_piece in _pieces(logits, total):
-            torch.sum(_exponential(piece, scratch, temperature), -1, keepdim=True, out=total_piece)
+            source = piece if piece.dtype is scratch.dtype else scratch.copy_(piece)
+            source = source if temperature == 1.0 else torch.div(source, temperature, out=scratch)
+            torch.sum(torch.exp(source, out=scratch), -1, keepdim=True, out=total_piece)
         # Neither overflow, nor lost small terms, nor a logarithm so large that float32 rounds it by more than 3e-6.
         if bool(((total > 1e-20) & (total < 1e20)).all()):
             return largest.zero_(), total.log_()
@@ -213,15 +210,6 @@ def _log_total(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         shifted = _shifted(piece, scratch, largest_piece, temperature)
         torch.sum(shifted.exp_(), -1, keepdim=True, out=total_piece)
     return largest, total.log_()
-
-
-def _exponential(logits: Tensor, scratch: Tensor, temperature: float) -> Tensor:
-    """Write exp(logits / T) into scratch."""
-    if logits.dtype is not scratch.dtype:
-        logits = scratch.copy_(logits)
-    if temperature != 1.0:
-        logits = torch.div(logits, temperature, out=scratch)
-    return torch.exp(logits, out=scratch)
 
 
 def _shifted(logits: Tensor, scratch: Tensor, largest: Tensor, temperature: float) -> Tensor:
