@@ -98,7 +98,7 @@ def _run_alone(command: str, given: Any) -> None:
     if command == "list":
         show(information.listing(given.word))
     elif command == "doctor":
-        show(information.doctor())
+        show(information.doctor(given.model))
     elif command == "completion":
         show(information.completion(given.shell))
     elif command == "copy":

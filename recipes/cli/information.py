@@ -96,7 +96,10 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),
     "copy": ("Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.", {
         "name": {"help": "of the config"}, "target": {"help": "a file, or a folder that exists"}}),
-    "doctor": ("Prints versions, the device, and for each missing extra the command that installs it.", {}),
+    "doctor": ("Prints versions, the device, and for each missing extra the command that installs it.", {
+        "--model": {"metavar": "FOLDER", "help": "print how completions of this language model are decoded here, and "
+                                                 "why not in a faster way"},
+    }),
     "completion": ("Prints a completion script: eval \"$(rl completion bash)\".", {
         "shell": {"choices": ("bash", "zsh"), "help": "for which"}}),
     "replay": ("Rebuilds the batch, the loss and the gradient's norm of one update, from the nearest checkpoint before "
@@ -233,8 +236,12 @@ def version() -> str:
     return f"lightning-rl-recipes {_of_checkout() or _version('lightning-rl-recipes') or 'unknown'}"
 
 
-def doctor() -> str:
-    """Returns versions, device and extras; for every extra that is missing the command that installs it."""
+def doctor(model: str | None = None) -> str:
+    """Returns versions, device and extras, or how a language model is decoded; see ``rl doctor --help``."""
+    if model is not None:
+        from rl_modules.language.sampling.check import explain
+
+        return f"{'decoding':14}{explain(model)}"
     lines = [
         version(),
         f"{'installed in':14}{Path(__file__).resolve().parents[2]}",

@@ -60,7 +60,14 @@ class Graph:
 class CudaGraph(Graph):
     """A step whose kernels are recorded once and then started together."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def capture(self, step: Callable[[], None], pool: Any) -> None:
+        with torch.cuda.device(self._device):
+            self._capture(step, pool)
+
+    def _capture(self, step: Callable[[], None], pool: Any) -> None:
         current, other = torch.cuda.current_stream(), torch.cuda.Stream()
         other.wait_stream(current)
         with torch.cuda.stream(other):  # loads kernels and allocates workspaces, which a capture must not
@@ -81,7 +88,7 @@ class CudaGraph(Graph):
 
 def graph_on(device: torch.device) -> Graph:
     """A graph for steps on this device."""
-    return CudaGraph() if device.type == "cuda" else Graph()
+    return CudaGraph(device) if device.type == "cuda" else Graph()
 
 
 class GraphCache(RowCache):

@@ -17,6 +17,8 @@ from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import main
 from rl_modules.common import extras
+from rl_modules.language.sampling import check
+from tests.conformance.architectures import network
 
 ROOT = Path(__file__).parents[3]
 
@@ -179,6 +181,18 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(rl, monkeypatch):
     assert re.search(r"^device +(CPU|Apple|NVIDIA|\w)", out, re.MULTILINE)
     assert "no (mujoco missing): pip install 'gymnasium[mujoco]'" in out
     assert "no (pygame missing): pip install 'moviepy>=2.1' 'gymnasium[classic-control]'" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "way"), [("Qwen2", "share the keys and values of their prompt"), ("Mamba-2", "its generate()")]
+)
+def test_doctor_says_how_a_model_is_decoded(rl, tmp_path, config, way):
+    network(config).save_pretrained(tmp_path)
+    check.warn_once.cache_clear()
+    code, out, _ = rl("doctor", "--model", str(tmp_path))
+    assert code == 0 and way in out and "CUDA graphs need a CUDA device" in out
+    code, _, err = rl("doctor", "--model", str(tmp_path / "none"))
+    assert code == 1 and "--model=" in err and "can't be loaded" in err
 
 
 def test_extras_are_those_of_the_project():
