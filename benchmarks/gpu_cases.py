@@ -3,10 +3,15 @@
 import json
 import random
 import string
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from datamodules import (
     InstructionDataModule,
@@ -16,6 +21,7 @@ from datamodules import (
     RolloutDataModule,
 )
 from rl_modules import DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
+from rl_modules.language.fast.grouped_attention import without_plans
 
 
 @dataclass(frozen=True)
@@ -142,3 +148,59 @@ CASES = (
     Case("PPO", _ppo, 0, 0, is_language=False),
     Case("DQN", _dqn, 0, 0, is_language=False),
 )
+
+
+def attention_us(
+    rows: int, columns: int, device: torch.device, heads: int = 14, shared: int = 2, size: int = 64
+) -> dict[str, float]:
+    """Microseconds of one layer's attention in a step of decoding, by how keys are read and by sdpa's backends.
+
+    The sampler takes "grouped, without cuDNN". ``enable_gqa`` under a mask has no backend but cuDNN and the plain one.
+
+    Args:
+        rows: decoded together.
+        columns: of each row's keys, of which a random number counts.
+        device: on CUDA in bfloat16, elsewhere in float32.
+        heads: of queries.
+        shared: heads of keys and values.
+        size: of a head.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query = torch.randn(rows, heads, 1, size, device=device, dtype=dtype)
+    key, value = torch.randn(2, rows, shared, columns, size, device=device, dtype=dtype)
+    length = torch.randint(columns // 2, columns + 1, (rows, 1), device=device)
+    mask = torch.zeros(rows, columns, device=device, dtype=dtype)
+    mask = mask.masked_fill_(torch.arange(columns, device=device) >= length, -torch.inf)[:, None, None]
+    grouped = query.reshape(rows, shared, heads // shared, size)
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None].expand(-1, -1, heads // shared, -1, -1).reshape(rows, heads, columns, size)
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "repeated": lambda: sdpa(query, repeated(key), repeated(value), attn_mask=mask),
+        "grouped": lambda: sdpa(grouped, key, value, attn_mask=mask),
+        "enable_gqa": lambda: sdpa(query, key, value, attn_mask=mask, enable_gqa=True),
+    }
+    found: dict[str, float] = {}
+    for plans in (True, False):
+        with nullcontext() if plans else without_plans():
+            for name, attend in ways.items():
+                seconds = _seconds_of(attend, device)
+                found[f"{name}, {'with' if plans else 'without'} cuDNN"] = 1e6 * seconds
+    return found
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 50) -> float:
+    """Mean time of a call after three that plan and load."""
+    for i in range(calls + 3):
+        if i == 3:
+            _wait(device)
+            began_s = time.perf_counter()
+        call()
+    _wait(device)
+    return (time.perf_counter() - began_s) / calls
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

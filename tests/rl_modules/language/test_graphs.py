@@ -7,6 +7,7 @@ tensor that a step reads and did not make itself, and a replay that reads anothe
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
+from benchmarks import gpu_cases
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast import graphs, grouped_attention
@@ -393,6 +395,11 @@ def test_a_cap_on_scores_keeps_its_attention(fake, caplog):
     assert_log_probs_are_the_models(model, PROMPTS, found, 4, temperature=1.4)
 
 
+def test_the_benchmark_of_attention_times_each_way():
+    found = gpu_cases.attention_us(4, 16, torch.device("cpu"))
+    assert len(found) == 6 and all(us > 0 for us in found.values())
+
+
 def test_cudnns_planner_is_off_while_decoding_and_on_again(monkeypatch):
     states = []
     model = checked(build("qwen2"))
@@ -409,6 +416,64 @@ def test_cudnns_planner_is_off_while_decoding_and_on_again(monkeypatch):
 
 
 # -------------------------------------------------------------------- what has no graph
+
+
+class FakeCuda:
+    """The parts of ``torch.cuda`` that a capture calls, in the order in which it does."""
+
+    def __init__(self, monkeypatch, fails=False):
+        self.log, self.free, self.current = [], 1000, "training's stream"
+        owner = self
+
+        class Stream:
+            def wait_stream(self, other):
+                owner.log.append("other waits")
+
+        class Context:
+            def __init__(self, *names, **options):
+                self.name = names[0] if isinstance(names[0], str) else "side"
+                self.options = options
+
+            def __enter__(self):
+                owner.log.append(f"enter {self.name}")
+                owner.current = self.name
+
+            def __exit__(self, kind, *_):
+                owner.log.append(f"leave {self.name}")
+                owner.free -= 100 * (self.name == "capture")
+                if fails and self.name == "capture":
+                    raise RuntimeError("operation not permitted")  # before the stream is restored, as torch does
+
+        calls = {
+            "device": lambda device: Context("device"), "Stream": Stream, "stream": lambda stream: Context("side"),
+            "current_stream": Stream, "synchronize": lambda: owner.log.append("synchronize"),
+            "empty_cache": lambda: None, "mem_get_info": lambda: (owner.free, 2000),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: owner.log.append("replay")),
+            "graph": lambda graph, pool, capture_error_mode: Context("capture"),
+            "set_stream": lambda stream: owner.log.append("restore the stream"),
+        }  # fmt: skip
+        for name, call in calls.items():
+            monkeypatch.setattr(torch.cuda, name, call)
+
+
+def test_a_capture_runs_the_step_once_before_and_once_inside(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    graph = graphs.graph_on(torch.device("cuda"))
+    graph.capture(lambda: cuda.log.append("step"), None)
+    assert cuda.log == [
+        "enter device", "other waits", "enter side", "step", "leave side", "other waits", "synchronize",
+        "enter capture", "step", "leave capture", "restore the stream", "leave device",
+    ]  # fmt: skip
+    assert graph.size == 100
+    graph.replay()
+    assert cuda.log[-1] == "replay" and cuda.log.count("step") == 2
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
+    cuda = FakeCuda(monkeypatch, fails=True)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.graph_on(torch.device("cuda")).capture(lambda: cuda.log.append("step"), None)
+    assert cuda.log[-2:] == ["restore the stream", "leave device"]
 
 
 @pytest.mark.parametrize("name", quick(["Mamba-2", "LFM2", "Qwen3-Next", "Mistral, window 8"], "Mistral, window 8"))
