@@ -56,8 +56,13 @@ class CudaGraph:
 
     def capture(self, run: Callable[[], None]) -> None:
         """Records the kernels of the function, which are not run."""
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            run()
+        current = torch.cuda.current_stream()
+        try:
+            # Other threads may meanwhile pin memory for a loader.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own
 
     def replay(self) -> None:
         """Runs the kernels."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rl_modules.common.modules import on
+from rl_modules.fast.graphs import RECORDERS
 from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.row_cache import Forward, RowCache, RowLayer
@@ -46,49 +47,27 @@ def columns_for(longest: int) -> int:
 
 
 class Graph:
-    """A step on tensors that never move; without a CUDA device a replay calls it."""
+    """A step on tensors that never move, recorded; where no device records it a replay calls it."""
 
-    #: Runs the step once; :meth:`capture` sets it.
-    replay: Callable[[], object]
-    #: Memory that the captured step keeps, in bytes.
-    size = 0
-
-    def capture(self, step: Callable[[], None], pool: Any) -> None:
-        self.replay = step
-
-
-class CudaGraph(Graph):
-    """A step whose kernels are recorded once and then started together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def capture(self, step: Callable[[], None], pool: Any) -> None:
-        with torch.cuda.device(self._device):
-            self._capture(step, pool)
-
-    def _capture(self, step: Callable[[], None], pool: Any) -> None:
-        current, other = torch.cuda.current_stream(), torch.cuda.Stream()
-        other.wait_stream(current)
-        with torch.cuda.stream(other):  # loads kernels and allocates workspaces, which a capture must not
-            step()
-        current.wait_stream(other)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before, graph = torch.cuda.mem_get_info()[0], torch.cuda.CUDAGraph()
-        try:
-            # Other threads may meanwhile pin memory for a loader.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                step()
-        finally:
-            torch.cuda.set_stream(current)  # a capture that fails leaves its own
-        self.replay = graph.replay
-        self.size = max(0, before - torch.cuda.mem_get_info()[0])
+    def __init__(self, step: Callable[[], None], device: torch.device, pool: Any = None, records: bool = True) -> None:
+        self.replay: Callable[[], object] = step
+        #: Memory that the recording keeps, in bytes.
+        self.size = 0
+        if records and device.type in RECORDERS:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                graph = RECORDERS[device.type](device, (), pool)
+                graph.warm_up(step)  # loads kernels and allocates workspaces, which a recording must not
+                before = _free(device)
+                graph.capture(step)
+                self.replay, self.size = graph.replay, max(0, before - _free(device))
 
 
-def graph_on(device: torch.device) -> Graph:
-    """A graph for steps on this device."""
-    return CudaGraph(device) if device.type == "cuda" else Graph()
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class GraphCache(RowCache):
@@ -183,18 +162,17 @@ class GraphCache(RowCache):
         return self._graphs[key]
 
     def _captured(self, step: Callable[[], None]) -> Graph:
-        graph = graph_on(self._token.device) if self._is_captured else Graph()
+        device = self._token.device
         try:
-            graph.capture(step, self._pool)
+            return Graph(step, device, self._pool, self._is_captured)
         except RuntimeError as error:
             if isinstance(error, torch.cuda.OutOfMemoryError) or self.most is None:
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             log.warning("a step of decoding can't be captured as a CUDA graph (%s), so that its kernels are started "
                         "one by one", reason)  # fmt: skip
-            self._is_captured, graph = False, Graph()
-            graph.capture(step, None)
-        return graph
+            self._is_captured = False
+            return Graph(step, device, records=False)
 
     def _step(self, rows: int, columns: int) -> None:
         """One forward pass of one token in each of the first slots; each column is written at its row's position."""

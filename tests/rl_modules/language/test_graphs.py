@@ -24,6 +24,7 @@ from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, sample
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from tests.conformance.architectures import ARCHITECTURES, network
+from tests.fake_graph import use_tapes
 from tests.marks import quick
 from tests.rl_modules.language.sampler_cases import settings, tiny_model
 from tests.rl_modules.language.test_refill import OPTIONS, PROMPTS, counted
@@ -64,20 +65,18 @@ class Addresses(TorchDispatchMode):
         return result
 
 
-class FakeGraph(graphs.Graph):
+class FakeGraph:
     """Captures by running the step, and replays it only on the tensors of the capture."""
 
     captures: ClassVar[list[tuple[int, int]]] = []
     replays = 0
-    size = 100
 
-    def capture(self, step, pool):
+    def __init__(self, step, device, pool=None, records=True):
         step()  # loads kernels
-        self._step, self._reads = step, self._run(step)
+        self._step, self._reads, self.size = step, self._run(step), 100
         FakeGraph.captures.append(step.args)
-        self.replay = self._replay
 
-    def _replay(self):
+    def replay(self):
         FakeGraph.replays += 1
         assert self._run(self._step) == self._reads, "a tensor of the graph has moved"
 
@@ -91,7 +90,7 @@ class FakeGraph(graphs.Graph):
 @pytest.fixture
 def fake(monkeypatch):
     FakeGraph.captures, FakeGraph.replays = [], 0
-    monkeypatch.setattr(graphs, "graph_on", lambda device: FakeGraph())
+    monkeypatch.setattr(graphs, "Graph", FakeGraph)
     return FakeGraph
 
 
@@ -143,12 +142,20 @@ def test_architectures(name, fake):
     assert fake.replays
 
 
-def test_a_replay_is_the_function_bit_for_bit(fake, monkeypatch):
-    """The fake's replays and plain calls of the steps: the same draws and the same numbers."""
-    found = by_graphs(build("qwen2"), PROMPTS, max_rows_in_flight=6, **OPTIONS)
-    monkeypatch.undo()
-    expected = by_graphs(build("qwen2"), PROMPTS, max_rows_in_flight=6, **OPTIONS)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.log_prob, expected.log_prob)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_is_the_function_bit_for_bit(family, monkeypatch):
+    """Operators on the tensors of the recording, without the Python between them, and plain calls of the steps."""
+    expected = by_graphs(build(family), PROMPTS, max_rows_in_flight=6, **OPTIONS)
+    tape, model = use_tapes(monkeypatch), build(family)
+    for _ in range(2):
+        found = by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)
+        assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.log_prob, expected.log_prob)
+    assert tape.replayed > 30 > tape.made
+    trained(model)  # weights that an optimizer changes in place are those that a recording reads
+    expected = draw(model, PROMPTS, **OPTIONS)
+    found = by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)
+    assert rows_of(found) == rows_of(expected)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
 
 
 def test_the_fake_finds_a_tensor_that_has_moved(fake):
@@ -446,8 +453,8 @@ class FakeCuda:
 
         calls = {
             "device": lambda device: Context("device"), "Stream": Stream, "stream": lambda stream: Context("side"),
-            "current_stream": Stream, "synchronize": lambda: owner.log.append("synchronize"),
-            "empty_cache": lambda: None, "mem_get_info": lambda: (owner.free, 2000),
+            "current_stream": Stream, "synchronize": lambda device: owner.log.append("synchronize"),
+            "empty_cache": lambda: None, "mem_get_info": lambda device: (owner.free, 2000),
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: owner.log.append("replay")),
             "graph": lambda graph, pool, capture_error_mode: Context("capture"),
             "set_stream": lambda stream: owner.log.append("restore the stream"),
@@ -458,11 +465,10 @@ class FakeCuda:
 
 def test_a_capture_runs_the_step_once_before_and_once_inside(monkeypatch):
     cuda = FakeCuda(monkeypatch)
-    graph = graphs.graph_on(torch.device("cuda"))
-    graph.capture(lambda: cuda.log.append("step"), None)
+    graph = graphs.Graph(lambda: cuda.log.append("step"), torch.device("cuda"))
     assert cuda.log == [
         "enter device", "other waits", "enter side", "step", "leave side", "other waits", "synchronize",
-        "enter capture", "step", "leave capture", "restore the stream", "leave device",
+        "enter capture", "step", "leave capture", "restore the stream", "synchronize", "leave device",
     ]  # fmt: skip
     assert graph.size == 100
     graph.replay()
@@ -472,7 +478,7 @@ def test_a_capture_runs_the_step_once_before_and_once_inside(monkeypatch):
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
     cuda = FakeCuda(monkeypatch, fails=True)
     with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.graph_on(torch.device("cuda")).capture(lambda: cuda.log.append("step"), None)
+        graphs.Graph(lambda: cuda.log.append("step"), torch.device("cuda"))
     assert cuda.log[-2:] == ["restore the stream", "leave device"]
 
 
@@ -502,16 +508,16 @@ class Broken(graphs.Graph):
 
     first, count = 0, 0
 
-    def capture(self, step, pool):
-        Broken.count += 1
-        if Broken.count > Broken.first:
+    def __init__(self, step, device, pool=None, records=True):
+        Broken.count += records
+        if records and Broken.count > Broken.first:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        super().capture(step, pool)
+        super().__init__(step, device, pool)
 
 
 def test_a_step_that_can_not_be_captured_is_decoded_dynamically_with_its_reason(monkeypatch, caplog):
     monkeypatch.setattr(Broken, "first", 0)
-    monkeypatch.setattr(graphs, "graph_on", lambda device: Broken())
+    monkeypatch.setattr(graphs, "Graph", Broken)
     model = build("llama")
     with caplog.at_level(logging.WARNING):
         found = [by_graphs(model, PROMPTS, **OPTIONS) for _ in range(2)][1]
@@ -528,7 +534,7 @@ def test_a_bucket_that_can_not_be_captured_runs_as_it_is(monkeypatch, caplog):
     by_graphs(model, [[5]], max_completion_length=1)
     monkeypatch.setattr(Broken, "first", 1)
     monkeypatch.setattr(Broken, "count", 0)
-    monkeypatch.setattr(graphs, "graph_on", lambda device: Broken())
+    monkeypatch.setattr(graphs, "Graph", Broken)
     with caplog.at_level(logging.WARNING):
         found = by_graphs(model, PROMPTS, **OPTIONS)
     assert rows_of(found) == rows_of(expected)
