@@ -53,7 +53,6 @@ from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
 from rl_modules.fast.graphs import is_recording
-from rl_modules.fast.updates import MeansInPlace, RecordedUpdate
 from rl_modules.loggers import log_settings
 from rl_modules.metrics import (
     draw,
@@ -272,6 +271,8 @@ class ControlModule(Algorithm):
         self.run.rate_applied = self.learning_rate
         self.__dict__.pop("training_step", None)
         if self.graph:
+            from rl_modules.fast.updates import MeansInPlace  # only recordings need it
+
             self._means = MeansInPlace()
 
     def followed(self) -> torch.nn.Module:
@@ -484,6 +485,8 @@ class ControlModule(Algorithm):
     def recorded_step(self) -> Callable[[Any, int], None]:
         """Returns what replaces ``training_step`` under ``graph=True``."""
         if self.experience.kind == "replay":
+            from rl_modules.fast.updates import RecordedUpdate
+
             return RecordedUpdate(self)
         return cast(RolloutSource, self.source).recorded_iteration()
 

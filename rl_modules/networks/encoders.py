@@ -15,7 +15,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import Custom
 from rl_modules.common.spaces import image_channels, image_shape, pixel_scale
 from rl_modules.fast.modules import is_hooked
-from rl_modules.fast.relu_mlp import SMALLEST, relu_mlp, takes
 from rl_modules.networks.layers import orthogonal
 
 _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
@@ -154,6 +153,8 @@ class NatureCNN(nn.Module):
             image = image.unsqueeze(1)
         elif self.image_ndim == 4:
             image = image.flatten(1, 2)
+        from rl_modules.fast.relu_mlp import SMALLEST, takes  # only images need it
+
         last: Any = self.head[0]
         if takes(last.weight) and len(image) >= SMALLEST and self._is_as_built():
             return self._with_channels_last(image)
@@ -170,6 +171,8 @@ class NatureCNN(nn.Module):
         With the channels last in memory oneDNN's convolutions need not reorder their gradients, the weights of the
         first one are scaled instead of all pixels, and oneDNN multiplies the last layer's matrices.
         """
+        from rl_modules.fast.relu_mlp import relu_mlp
+
         head: Any = self.head[0]
         x = image.to(torch.float32, memory_format=torch.channels_last)
         for i in (0, 2, 4):
