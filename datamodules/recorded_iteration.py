@@ -35,6 +35,9 @@ class RecordedIteration(Recorded):
             collector.generator = torch.Generator(device).manual_seed(collector.generator_seed)
         if collector.is_fresh:
             self.envs.reset(seed=collector.streams[0])
+        # Bounds of the spaces go to the device here: a recording holds no copies from the host.
+        observation_tensors(collector.space, self.envs.observe(self.envs.state))
+        action_tensors(self.envs.single_action_space, torch.as_tensor(self.envs.action_space.sample(), device=device))
         # Of actions that are not taken, in the successors of transitions.
         self._unused = torch.Generator(device)
         super().__init__(module, [collector.generator, self.envs.generator, self._unused])

@@ -1,5 +1,6 @@
 """Vectors of environments that take and return torch tensors, on the device where they step."""
 
+import functools
 import sys
 from typing import Any
 
@@ -38,7 +39,7 @@ def observation_tensors(space: spaces.Space, observation: Any, double: bool = Fa
     if isinstance(space, spaces.Discrete):
         return observation.long() - int(space.start)
     if isinstance(space, spaces.MultiDiscrete):
-        return observation.long() - torch.as_tensor(space.start, device=observation.device)
+        return observation.long() - _constant(space.start, observation.device)
     if double and observation.dtype is torch.float64 and space.dtype == np.float64:
         return observation
     if observation.is_floating_point() or (isinstance(space, spaces.Box) and space.dtype.kind == "f"):
@@ -49,14 +50,24 @@ def observation_tensors(space: spaces.Space, observation: Any, double: bool = Fa
 def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
     """As :func:`rl_modules.common.spaces.to_environment`, of tensors, [N, …]."""
     if isinstance(space, spaces.Box):
-        low, high = (torch.as_tensor(bound, device=action.device) for bound in (space.low, space.high))
+        low, high = (_constant(bound, action.device) for bound in (space.low, space.high))
         clipped = action.clamp(low, high)
         return (clipped if low.is_floating_point() else clipped.round()).to(low.dtype)
     if isinstance(space, spaces.Discrete):
         return action + int(space.start)
     if isinstance(space, spaces.MultiDiscrete):
-        return action + torch.as_tensor(space.start, device=action.device)
+        return action + _constant(space.start, action.device)
     return action
+
+
+def _constant(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array of a space on a device, copied there once."""
+    return _copied_once(values.tobytes(), values.dtype.str, values.shape, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _copied_once(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.as_tensor(np.frombuffer(data, dtype).reshape(shape).copy(), device=device)
 
 
 class AsArrays(VectorWrapper):
