@@ -39,8 +39,8 @@ def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
     """``F.explained_variance`` over the transitions of all ranks, a scalar."""
     if alone:
         return F.explained_variance(value, returns)
-    wide = torch.stack([returns - value, returns]).detach().double()
-    sums = torch.cat([wide.sum(1), torch.full((1,), float(len(returns)), dtype=torch.float64, device=wide.device)])
+    wide = torch.stack([returns - value, returns]).detach().double().flatten(1)
+    sums = torch.cat([wide.sum(1), torch.full((1,), float(returns.numel()), dtype=torch.float64, device=wide.device)])
     distributed.all_reduce(sums)
     # Centred, because the squares of constant returns would leave a rounding error as the divisor.
     squares = (wide - (sums[:2] / sums[2]).unsqueeze(1)).square().sum(1)
