@@ -1,0 +1,82 @@
+# %% [markdown]
+# # All curves together
+#
+# The pages before use one example each for a table, a network and a language model, so that their curves can be
+# laid over one another. This page draws the curves that the notebooks kept (`curves.json`), each as the mean of its
+# seeds with a band from the lowest to the highest.
+#
+# **Before:** [12. GRPO](12_grpo.ipynb) · [the field guide](index.md)
+#
+# ## Tables
+#
+# Monte Carlo solves the maze, whose optimum is 10; SARSA and Q-learning solve the cliff, whose optimum is -13. The
+# y-axis is the distance to the optimum.
+
+# %%
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+curves = json.loads(Path("curves.json").read_text("utf-8"))
+
+
+def lay_over(optimum, xlabel, ylabel, shift=False):
+    """Draws the curves of the named algorithms, with their optimum as a line."""
+    _, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for name, best in optimum.items():
+        runs = [dict(map(tuple, run)) for run in curves[name]]
+        steps = sorted(set(runs[0]).intersection(*runs[1:]))
+        values = torch.tensor([[run[step] for step in steps] for run in runs]) - (best if shift else 0)
+        [line] = axes.plot(steps, values.mean(0), label=name)
+        axes.fill_between(steps, values.amin(0), values.amax(0), alpha=0.15, color=line.get_color(), linewidth=0)
+    axes.axhline(0 if shift else next(iter(optimum.values())), color="gray", linestyle="--", linewidth=1)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    plt.show()
+
+
+lay_over({"Monte Carlo": 10, "SARSA": -13, "Q-learning": -13}, "transitions", "exact return - optimum", shift=True)
+
+# %% [markdown]
+# ## CartPole
+#
+# The same pole, the same evaluation, the same optimum of 500.
+#
+# * DQN needs the fewest transitions, because it uses each many times, and the most computation per transition.
+# * PPO and TRPO use a rollout for several passes or one long step. A2C makes many short steps. REINFORCE needs the
+#   most transitions: each is used once, without a critic.
+# * The bands tell how far a single seed can be trusted. Before the plateau they overlap for most pairs of
+#   algorithms: a comparison of two runs with one seed each would say nothing.
+
+# %%
+optimum = dict.fromkeys(["DQN", "PPO", "TRPO", "A2C", "REINFORCE"], 500)
+lay_over(optimum, "transitions", "mean return of 10 episodes")
+
+# %% [markdown]
+# ## Sums of two digits
+#
+# GRPO learns from a program that knows the answer, and approaches the optimum of 1: the share of right answers among
+# its samples. Page 11's policy has another optimum, which its own plot shows.
+
+# %%
+lay_over({"GRPO": 1}, "optimizer steps", "share of right answers")
+
+# %% [markdown]
+# ## What changed on the way
+#
+# | page | estimate of how good an action is | what is improved | who gives the reward |
+# |---|---|---|---|
+# | 1 | exact expectation over $P$ | table | the environment, known |
+# | 2 | mean of returns | table | the environment |
+# | 3, 4 | reward and the table's next value | table | the environment |
+# | 5 | reward and the network's next value | value network | the environment |
+# | 6 | return less a mean | policy network | the environment |
+# | 7, 8, 9 | GAE with a critic | policy network, with growing care for the length of a step | the environment |
+# | 11 | GAE over tokens | language model | a model of human comparisons (10), less the KL |
+# | 12 | reward less the group's mean | language model | a program |
+#
+# The same classes run at full size: [results](../results.md), [algorithms](../algorithms/index.md), [the RLHF
+# pipeline](../language/rlhf.md), [R1's pipeline](../language/r1.md).
