@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.pipeline import Pipeline, scalars
+from recipes.callbacks.curves import points
+from recipes.pipeline import Pipeline
 from recipes.stages import evaluate
 
 STORES = {False: Path(__file__).parent / "results" / "starts", True: Path(__file__).parent / "results" / "starts_first"}
@@ -151,7 +152,7 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path, first: boo
             options = {**OWN_STARTS.get(start, [{}])[0], "model.model_name_or_path": str(model), **variant.options,
                        **(FIRST if first else {})}  # fmt: skip
             pipeline.fit(stage, variant.config, options, [model.parent])
-            curves = scalars(folder / stage / "run")
+            curves = points(folder / stage / "run")
             kept.parent.mkdir(parents=True, exist_ok=True)
             result = {
                 "start": begins["eval/pass@1"],

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from recipes import configs
+from recipes.callbacks import curves
 from recipes.pictures import draw_curves
 from rl_modules.common.errors import UsageError
 
@@ -180,7 +180,7 @@ class Pipeline:
 
     def curves(self, stages: Sequence[str], metrics: Sequence[str]) -> Path:
         """Draws the curves of all stages into ``curves.png``, one stage after the other over the optimizer step."""
-        points = {stage: scalars(self.folder / stage / "run") for stage in stages}
+        points = {stage: curves.points(self.folder / stage / "run") for stage in stages}
         path = self.folder / "curves.png"
         draw_curves(points, metrics).save(path)
         print(f"curves: {path}, and tensorboard --logdir {self.folder}")
@@ -198,17 +198,6 @@ def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
         return []
     is_long = any(isinstance(value, str) and "\n" in value for value in (old, new))
     return [f"{name} has changed" if is_long else f"{name}: {old} → {new}"]
-
-
-def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns every curve of a run's TensorBoard files, as (step, value) in the order of the steps."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return {
-        tag: sorted(((event.step, event.value) for event in events.Scalars(tag)), key=itemgetter(0))
-        for tag in events.Tags()["scalars"]
-    }
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
+from recipes.callbacks.curves import points
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline, scalars
+from recipes.pipeline import Pipeline
 from recipes.stages import (
     PROCESSES,
     check_folder,
@@ -209,9 +210,9 @@ def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Se
     order = ["sft", "reward_model", "ppo"]
     table = {}
     for name in sorted(rows, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        curves = scalars(pipeline.folder / name / "run")
+        curves = points(pipeline.folder / name / "run")
         # Evaluations are on the same axis: the last one comes after the last optimizer step.
-        steps = max((points[-1][0] for points in curves.values() if points), default=0)
+        steps = max((curve[-1][0] for curve in curves.values() if curve), default=0)
         costs = {"steps": steps, "seconds": round(pipeline.seconds[name])}
         if (memory := pipeline.memory.get(name)) is not None:
             costs["memory"] = round(memory)

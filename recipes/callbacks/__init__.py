@@ -7,18 +7,13 @@ are first used, so that a command such as ``rl list`` imports no Lightning.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {
-    "Checkpoints": "recipes.callbacks.checkpoints",
-    "ConfigRecord": "recipes.callbacks.config_record",
-    "EpisodeMonitor": "recipes.callbacks.episode_monitor",
-    "EpisodeRecorder": "recipes.callbacks.recorder",
-    "EpisodeWriter": "recipes.callbacks.episode_writer",
-    "FiniteCheck": "recipes.callbacks.finite_check",
-    "StepProgressBar": "recipes.callbacks.progress",
-    "TransitionProgressBar": "recipes.callbacks.progress",
-    "ValuePictures": "recipes.pictures",
-    "record_episodes": "recipes.callbacks.recorder",
-}
+_MODULES = {
+    "checkpoints": ["Checkpoints"], "config_record": ["ConfigRecord"], "episode_monitor": ["EpisodeMonitor"],
+    "recorder": ["EpisodeRecorder", "record_episodes"], "episode_writer": ["EpisodeWriter"],
+    "finite_check": ["FiniteCheck"], "progress": ["StepProgressBar", "TransitionProgressBar"],
+}  # fmt: skip
+_EXPORTS = {name: f"recipes.callbacks.{module}" for module, names in _MODULES.items() for name in names}
+_EXPORTS["ValuePictures"] = "recipes.pictures"
 
 __all__ = [
     "Checkpoints", "ConfigRecord", "EpisodeMonitor", "EpisodeRecorder", "EpisodeWriter", "FiniteCheck",
