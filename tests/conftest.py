@@ -40,9 +40,13 @@ registry.entry_points = functools.cache(registry.entry_points)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """What is `long` is `slow` too; a case that was slow already is not `long`, and has half an hour."""
+    """What is `long` is `slow` too; a case that was slow already is not `long`, and has half an hour. With RL_FAST=0
+    there is no fast path to test.
+    """
     timeouts = config.pluginmanager.hasplugin("timeout")
     for item in items:
+        if os.environ.get("RL_FAST") == "0" and item.get_closest_marker("fast_path"):
+            item.add_marker(pytest.mark.skip(reason="tests a fast path itself, and RL_FAST=0 runs its plain twin"))
         if item.get_closest_marker("slow"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
             if timeouts and not item.get_closest_marker("timeout"):

@@ -39,6 +39,8 @@ from tests.rl_modules.language.test_sampling import (
     rows_of,
 )
 
+pytestmark = pytest.mark.fast_path
+
 #: Architectures with keys and values of all tokens, of several kinds of positions, masks and heads.
 KINDS = ["Llama", "Qwen3", "Qwen3-MoE", "GPT-2", "GPT-NeoX", "OPT", "Bloom", "MPT", "Granite", "DeepSeek-V3", "SmolLM3"]
 #: Rounding: sums over more columns, of which the further ones are zeros, and products of more rows.

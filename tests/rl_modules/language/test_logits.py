@@ -69,6 +69,7 @@ def test_other_models_too(kind, options, chosen_mlp):
         torch.testing.assert_close(chosen[1][name], gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.fast_path
 def test_the_last_block_sees_chosen_places_only():
     model = build("llama")
     assert last_mlp(model) is not None  # the self-check's own passes are over

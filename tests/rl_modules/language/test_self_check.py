@@ -22,6 +22,8 @@ from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 from tests.training import fit
 
+pytestmark = pytest.mark.fast_path
+
 
 def halves_only(module, query, key, value, mask, **rest):
     """Attention that refuses float32 outside of autocast, as flash attention within transformers does."""

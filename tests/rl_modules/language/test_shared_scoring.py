@@ -62,6 +62,7 @@ def test_equal_to_a_pass_over_whole_rows(family, lengths):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.fast_path
 def test_adapters_take_part():
     module = build(TINY, lora={"r": 2, "target_modules": ["q_proj", "v_proj"]})
     tokens, prompt_length, length, group = texts([3, 5], [[2, 4], [3, 3]])
@@ -77,6 +78,7 @@ def test_the_share_that_is_saved():
     assert share == pytest.approx(8 / 22)
 
 
+@pytest.mark.fast_path
 def test_what_can_not_share():
     assert not can_share(build(TINY, gradient_checkpointing=True).model, 16)
     windows = {"model_type": "mistral", **TINY, "sliding_window": 8}

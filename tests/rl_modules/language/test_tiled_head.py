@@ -25,6 +25,8 @@ from tests.ranks import on_ranks
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 from tests.rl_modules.language.test_shared_scoring import texts
 
+pytestmark = pytest.mark.fast_path
+
 WORDS, ROWS = 99, 4
 #: Architectures by the kind of their output layer.
 HEADS = {
