@@ -134,6 +134,7 @@ class Spy:
         return self.function(*args, **kwargs)
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypatch):
     model = checked(build(family))
@@ -156,6 +157,7 @@ def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
     assert attend.calls == 0
 
 
+@pytest.mark.fast_path
 def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
     sizes = []
     checked(qwen2)
