@@ -769,7 +769,6 @@ for name, (body, *patterns) in {
     "returns texts": ("def records(self, split, n): return ['a'] * n", "record 0 is str 'a'", "a dict with prompt"),
     "has no rewards": ("reward_funcs = None", "reward_funcs=None", "a list of functions"),
     "names its rewards": ("reward_funcs = ['accuracy']", r"reward_funcs=\['accuracy'\]", "a list of functions"),
-    "does not begin": ("def __init__(self, seed=0): pass", "reward_funcs", "no attribute 'think_format'"),
     "begins by an error": ("def __init__(self, seed=0): raise OSError('door')", "OSError: door", r"mine\.py:9"),
     "judges by an error": ("def is_correct(self, answer, record): return 1 / 0", r"ZeroDivisionError.*mine\.py:9"),
 }.items():
@@ -1161,7 +1160,7 @@ for option, says in {
     "model.advantages math:sqrt": ("math:sqrt", "ValueError", r"\[P, G\]"),
     "model.advantages zscore": ("'zscore'", "rloo", "import path"),
     "model.attn_implementation flash_attention_2": ("attn_implementation", "eager or sdpa"),
-    "data.streaming true": ("streaming=true", "task='addition'"),
+    "data.streaming true": ("streaming=True", "task='addition'"),
     "data.async_generations -1": ("async_generations=-1",),
     "model.importance_sampling_correction tokens": ("importance_sampling_correction='tokens'", "token_truncate"),
 }.items():  # fmt: skip

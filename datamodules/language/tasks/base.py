@@ -57,7 +57,7 @@ class Task:
 
     def __post_init__(self) -> None:
         self._require("seed", 0)
-        self.template = self.default_template if self.template is None else self.template
+        self.template = self.template or self.default_template
 
     def _require(self, name: str, least: float, most: float = math.inf) -> None:
         """Refuses a setting that is out of its range."""
@@ -136,7 +136,8 @@ class Task:
         if not isinstance(question, dict):
             raise UsageError(f"task {self.name!r} has {question!r} as a question, where draw and questions give a dict "
                              "of the template's fields")  # fmt: skip
-        text = fill(str(self.template), question, f"template={self.template!r} of task {self.name!r}")
+        template = self.template or self.default_template  # of a subclass that did not call this constructor, too
+        text = fill(template, question, f"template={template!r} of task {self.name!r}")
         return [{"role": "user", "content": text}] if self.chat else text
 
     @property

@@ -142,6 +142,14 @@ def test_a_task_of_ones_own_by_import_path():
     assert sorted(int(r["answer"]) for r in records) == list(range(0, 2000, 2))
 
 
+def test_a_task_may_leave_the_base_constructor_out():
+    class Own(Doubling):
+        def __init__(self, seed=0):
+            self.numbers = 7
+
+    assert Own().records("train", 3) == Doubling().records("train", 3)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
