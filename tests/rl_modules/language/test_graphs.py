@@ -271,6 +271,19 @@ def test_under_autocast_a_graph_reads_copies_of_the_weights(fake):
     assert all(p.dtype == torch.float32 and isinstance(p, torch.nn.Parameter) for p in model.parameters())
 
 
+def test_a_recorded_step_reads_nothing_of_autocasts_cache(fake):
+    """Casts of weights that are no matrix of a layer, such as experts', are part of the step."""
+    model, enabled = checked(build("qwen2")), []
+    model.register_forward_pre_hook(
+        lambda *arguments: enabled.append((arguments[2]["input_ids"].shape[1], torch.is_autocast_cache_enabled())),
+        with_kwargs=True,
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        by_graphs(model, [[5, 6, 7]], **OPTIONS)
+        assert torch.is_autocast_cache_enabled()
+    assert (1, False) in enabled and (3, True) in enabled and (1, True) not in enabled[-5:]
+
+
 def test_copies_of_weights_give_what_autocast_gives():
     model = build("qwen2")
     tokens = torch.tensor([[5, 6, 7, 8]])
