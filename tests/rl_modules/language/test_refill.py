@@ -70,6 +70,7 @@ def test_settings_that_look_at_the_prompt(family):
     assert rows_of(found) == rows_of(expected)
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("kind", [shared_prompts.SharedPromptCache, RowCache])
 def test_the_check_finds_a_cache_whose_later_rows_see_their_neighbours(kind, monkeypatch, caplog):
     """Without the mask before rows that begin later, these see the zeros there."""
