@@ -74,6 +74,7 @@ def test_settings_that_look_at_the_prompt(family):
 @pytest.mark.parametrize("kind", [shared_prompts.SharedPromptCache, RowCache])
 def test_the_check_finds_a_cache_whose_later_rows_see_their_neighbours(kind, monkeypatch, caplog):
     """Without the mask before rows that begin later, these see the zeros there."""
+    monkeypatch.setenv("RL_FAST", "1")
     model = build("llama", "sdpa" if kind is shared_prompts.SharedPromptCache else "eager")
     place = kind._place
 
