@@ -322,7 +322,7 @@ def test_overlong_records_are_dropped_with_a_count(tmp_path, caplog):
         ({"task": "addition", "batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"task": "addition", "max_length": 1}, "max_length=1 must be at least 2"),
         ({"task": "addition", "overlong": "cut"}, "overlong='cut' must be one of error, drop"),
-        ({"path": "a.jsonl", "task_kwargs": {"n_digits": 3}}, "task_kwargs=.* but none is given"),
+        ({"path": "a.jsonl", "task_kwargs": {"n_digits": 3}}, "task_kwargs=.* is read with a task"),
         ({"task": "adition"}, "did you mean addition"),
     ],
 )
