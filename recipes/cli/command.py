@@ -103,6 +103,10 @@ def _run_alone(command: str, given: Any) -> None:
         show(information.completion(given.shell))
     elif command == "copy":
         print(f"copied to {configs.copy(given.name, given.target)}")
+    elif command == "learn":
+        from recipes.cli.learn import learn
+
+        learn(given.folder, opens=not given.copy_only)
     elif command == "serve":
         from recipes.cli.serve import serve
 

@@ -40,6 +40,7 @@ commands:
   list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
   doctor     print versions, the device, and the commands that install missing extras
+  learn      open the field guide's notebooks, from the Bellman equation to GRPO
   completion print a completion script for bash or zsh: eval "$(rl completion bash)"
 
 options of fit, validate, test, predict and record:
@@ -99,6 +100,10 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "doctor": ("Prints versions, the device, and for each missing extra the command that installs it.", {
         "--model": {"metavar": "FOLDER", "help": "print how completions of this language model are decoded here, and "
                                                  "why not in a faster way"},
+    }),
+    "learn": ("Copies the field guide's notebooks into a folder, where your changes stay, and opens JupyterLab.", {
+        "--folder": {"type": Path, "default": Path("field_guide"), "help": "default: field_guide"},
+        "--copy_only": {"action": "store_true", "help": "do not open JupyterLab"},
     }),
     "completion": ("Prints a completion script: eval \"$(rl completion bash)\".", {
         "shell": {"choices": ("bash", "zsh"), "help": "for which"}}),

@@ -285,7 +285,7 @@ def test_list_copy_and_help_load_no_lightning(tmp_path):
     assert (tmp_path / "mine.yaml").read_text() == (configs.CONFIGS / "ppo/cartpole.yaml").read_text()
 
 
-@pytest.mark.parametrize("command", ["export", "serve", "list", "copy", "doctor", "completion"])
+@pytest.mark.parametrize("command", ["export", "serve", "list", "copy", "doctor", "learn", "completion"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_a_command_without_a_run_explains_itself(rl, command, option):
     code, out, err = rl(command, option)
@@ -405,3 +405,16 @@ def test_a_new_run_does_not_add_its_curves_to_those_of_a_named_one(rl):
     assert sorted(recorded.parent.glob("events.*")) == curves
     code, _, err = rl("fit", "--config", str(recorded), "--trainer.logger.init_args.version=null")
     assert not code, err
+
+
+def test_learn_copies_the_notebooks_and_keeps_changed_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "guide"
+    main(["learn", "--folder", str(folder), "--copy_only"])
+    ladder = Path(__file__).parents[3] / "docs" / "ladder"
+    notebooks = {file.name for file in ladder.glob("*.ipynb")}
+    assert len(notebooks) >= 12 and notebooks == {file.name for file in folder.glob("*.ipynb")}
+    changed = folder / "01_dynamic_programming.ipynb"
+    changed.write_text("mine")
+    (folder / "helpers.py").unlink()
+    main(["learn", "--folder", str(folder), "--copy_only"])
+    assert changed.read_text() == "mine" and (folder / "helpers.py").is_file()
