@@ -58,11 +58,12 @@ lay_over(optimum, "transitions", "mean return of 10 episodes")
 # %% [markdown]
 # ## Sums of two digits
 #
-# GRPO learns from a program that knows the answer, and approaches the optimum of 1: the share of right answers among
-# its samples. Page 11's policy has another optimum, which its own plot shows.
+# The share of right answers among samples, for the policies of the last two pages. RLHF learns from a judge that was
+# trained on noisy comparisons, and levels off near 0.9, the optimum of that judge's score less the KL penalty. GRPO
+# starts lower, from a shorter SFT, learns from a program that knows the answer, and approaches the optimum of 1.
 
 # %%
-lay_over({"GRPO": 1}, "optimizer steps", "share of right answers")
+lay_over({"RLHF": 1, "GRPO": 1}, "optimizer steps", "share of right answers")
 
 # %% [markdown]
 # ## What changed on the way
