@@ -269,8 +269,8 @@ class ControlModule(Algorithm):
     def begin_run(self) -> None:
         super().begin_run()
         self.run.rate_applied = self.learning_rate
-        self.__dict__.pop("training_step", None)
         if self.graph:
+            self.__dict__.pop("training_step", None)
             from rl_modules.fast.updates import MeansInPlace  # only recordings need it
 
             self._means = MeansInPlace()
@@ -495,7 +495,8 @@ class ControlModule(Algorithm):
         return (self.logs_this_epoch,)
 
     def _on_train_end(self) -> None:
-        self.__dict__.pop("training_step", None)
+        if self.graph:  # not what torch.compile has put there
+            self.__dict__.pop("training_step", None)
         if (target := self._modules.get("target_network")) is not None:
             target.train()
 

@@ -1113,7 +1113,6 @@ cartpole("--data.env_id Pong-v0", "'Pong-v0'", "ALE/Pong-v5")
 cartpole("--data.env_id MiniGrid-Empty-5x5-v0", "'MiniGrid-Empty-5x5-v0'", "minigrid:", "my_module:make_env")
 DQN_CARTPOLE = ("fit", "--config", "dqn/cartpole.yaml")
 for option, says in {
-    "data.prioritized_replay_alpha 0.5": ("prioritized_replay_alpha=0.5", "prioritized_replay is false"),
     "data.batch_size 200000": ("batch_size=200000", "buffer_size=100000"),
     "data.env_id Pendulum-v1": ("DQN", "Discrete", "Box"),
 }.items():

@@ -63,11 +63,11 @@ class RLCLI(LightningCLI):
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
         self._folder = tempfile.TemporaryDirectory()
+        self.arguments = args
         self.chosen = chosen_classes(args)
         args = prepared(args, command, self.chosen.values(), Path(self._folder.name))
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
-        self.arguments = args
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: Run | None = None

