@@ -139,7 +139,7 @@ def test_adapters_on_a_tied_layer_give_the_engine_an_output_layer_of_its_own(
     with torch.no_grad():
         for parameter in model.eval().parameters():
             if parameter.requires_grad:
-                parameter.normal_()
+                parameter.normal_(std=0.3)  # of 1, logits are so large that rounding differs between two caches
     spec = EngineSpec.of(model, untied=False)
     engine = NativeEngine(spec)
     engine.load_weights(named_weights(model, spec.untied))

@@ -178,6 +178,7 @@ def test_equal_weights_have_no_distance_in_any_precision(precision):
     torch.testing.assert_close(paid[0], paid[0].round(decimals=1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.fast_path
 def test_the_policy_reads_a_generation_once(monkeypatch):
     read, module = [], rloo(beta=0.3, top_k=7)
 
