@@ -501,6 +501,7 @@ class ControlModule(Algorithm):
             target.train()
 
     def _on_train_epoch_start(self) -> None:
+        """Decides whether this epoch's diagnostics are computed."""
         self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -51,6 +51,7 @@ class FastTanh(nn.Module):
     """Tanh, computed on a CPU as 2σ(2x) - 1: five times as fast as ``torch.tanh``, equal to 2e-7."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns tanh x = 2 σ(2x) - 1."""
         if x.device.type == "cpu" and x.dtype is torch.float32:
             share = torch.sigmoid(x + x)
             if torch.compiler.is_compiling():  # torch.export of torch 2.6 refuses a global tensor; 2σ is exact
