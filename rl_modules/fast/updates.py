@@ -35,7 +35,9 @@ class MeansInPlace(Means):
             super().add(values, weight)
             return
         numbers = [
-            x.detach().float().reshape(()) if isinstance(x, Tensor) else torch.full((), float(x), device=device)
+            x.detach().float().reshape(())
+            if isinstance(x, Tensor)
+            else torch.full((), float(x), dtype=torch.float32, device=device)
             for x in [*values.values(), 1.0]
         ]
         names = tuple(values)
