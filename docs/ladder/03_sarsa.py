@@ -149,11 +149,12 @@ draw(agent.q, cliff, "SARSA at ε = 0.1: the safe way")
 # ## Exercises
 #
 # **Exercise 3.1.** $Q(s, a) = 2$, $r = 1$, $\gamma = 0.9$, $Q(s', a') = 3$, $\alpha = 0.5$. Compute the TD error
-# and the new $Q(s, a)$ if the episode goes on, and if it terminated.
+# and the new $Q(s, a)$ if the episode goes on, and if the episode ended.
 #
 # <details markdown="1"><summary>Answer</summary>
 #
-# It goes on: $\delta = 1 + 2.7 - 2 = 1.7$, and $Q = 2.85$. It terminated: $\delta = 1 - 2 = -1$, and $Q = 1.5$.
+# The episode goes on: $\delta = 1 + 2.7 - 2 = 1.7$, and $Q = 2.85$.
+# The episode ended: $\delta = 1 - 2 = -1$, and $Q = 1.5$.
 #
 # ```python
 # import torch
