@@ -1,0 +1,81 @@
+"""Environments of dialogues: what a model's messages are answered by, turn after turn.
+
+    class Guess:
+        def reset(self, record):
+            self.secret = record["secret"]
+            return [{"role": "user", "content": "Guess a number from 1 to 64."}]
+
+        def step(self, message):
+            guess = int(message["content"])
+            if guess == self.secret:
+                return [], 1.0, True
+            return [{"role": "user", "content": "higher" if guess < self.secret else "lower"}], 0.0, False
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import load_object, require_settings
+
+#: A message as transformers' chat templates read it: ``role``, ``content``, of an assistant also ``tool_calls``.
+Message = dict[str, Any]
+#: New messages for the model, the turn's reward, and whether the dialogue is over.
+Step = tuple[Sequence[Message], float, bool]
+
+
+class Environment(Protocol):
+    """One dialogue's environment. Each dialogue has an object of its own, made by the class with
+    ``environment_kwargs``; both methods may be coroutines.
+
+    Two attributes of the class or object are optional. ``tools``: a sequence of typed functions (or JSON schemas), which
+    the chat template shows to the model; calls of them are parsed from what the model writes and arrive as the
+    message's ``tool_calls``. ``replayable`` (by default true): whether the same record and messages lead to the same
+    state, so that a dialogue may be continued in a new object after a resume. A method ``close()`` is called, where
+    there is one, when the dialogue has ended.
+    """
+
+    def reset(self, record: dict[str, Any]) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begins a dialogue.
+
+        Args:
+            record: the prompt's, with two further columns: ``seed``, private to the dialogue, and ``start_seed``, the
+                same for all dialogues of a prompt.
+
+        Returns:
+            The messages that open the dialogue, the same for all dialogues of a prompt; empty: the record's prompt.
+        """
+        ...
+
+    def step(self, message: Message) -> Step | Awaitable[Step]:
+        """Answers a message of the model: ``role`` assistant, ``content`` its text without special tokens, and
+        ``tool_calls`` where it wrote calls of ``tools``.
+
+        Returns:
+            The messages that the model reads next, which may be none at the end; the reward of the turn; and whether
+            the dialogue is over.
+        """
+        ...
+
+
+EnvironmentClass = Callable[..., Environment]
+
+
+def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any]) -> EnvironmentClass:
+    """Returns the class of an environment, by its import path ``package.module:Class``.
+
+    Raises:
+        UsageError: it can't be imported, lacks ``reset`` or ``step``, or does not accept the settings.
+    """
+    cls = load_object(given, "environment") if isinstance(given, str) else given
+    missing = [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]
+    if not callable(cls) or missing:
+        raise UsageError(f"environment={given!r} has no {' and no '.join(missing) or 'constructor'}; give the import "
+                         "path of a class with reset(record) and step(message)")  # fmt: skip
+    require_settings(cls, dict(settings), f"environment {given!r}")
+    return cls
+
+
+def written_message(tokenizer: Any, tokens: Sequence[int]) -> Message:
+    """What the model wrote in a turn as the assistant's message for the environment."""
+    return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
