@@ -10,6 +10,8 @@
             if guess == self.secret:
                 return [], 1.0, True
             return [{"role": "user", "content": "higher" if guess < self.secret else "lower"}], 0.0, False
+
+``PromptDataModule`` takes one by its import path, ``environment: my_package.games:Guess``, with ``environment_kwargs``.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,9 +30,9 @@ class Environment(Protocol):
     """One dialogue's environment. Each dialogue has an object of its own, made by the class with
     ``environment_kwargs``; both methods may be coroutines.
 
-    Two attributes of the class or object are optional. ``tools``: a sequence of typed functions (or JSON schemas), which
-    the chat template shows to the model; calls of them are parsed from what the model writes and arrive as the
-    message's ``tool_calls``. ``replayable`` (by default true): whether the same record and messages lead to the same
+    Two attributes of the class are optional. ``tools``: a sequence of typed functions (or JSON schemas), which the chat
+    template shows to the model; calls of them are parsed from what the model writes and arrive as the message's
+    ``tool_calls``. ``replayable`` (by default true): whether the same record and messages lead to the same
     state, so that a dialogue may be continued in a new object after a resume. A method ``close()`` is called, where
     there is one, when the dialogue has ended.
     """
