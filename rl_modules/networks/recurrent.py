@@ -1,6 +1,8 @@
 """The recurrent actor-critic."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -15,6 +17,17 @@ from rl_modules.networks.encoders import build_encoder, init_orthogonal
 from rl_modules.networks.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+
+@cache
+def lstm_runs_in(dtype: torch.dtype) -> bool:
+    """Tries torch's LSTM on the CPU under autocast to a type: oneDNN has one of bfloat16 for AVX-512 only."""
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        try:
+            nn.LSTM(1, 1, device="meta").to_empty(device="cpu")(torch.zeros(1, 1, 1))
+        except RuntimeError:
+            return False
+    return True
 
 
 class RecurrentActorCritic(nn.Module):
@@ -122,6 +135,9 @@ class RecurrentActorCritic(nn.Module):
             read, after = rnn(features, layers)
         else:
             hidden, cell = layers.chunk(2)
-            read, (hidden, cell) = rnn(features, (hidden.contiguous(), cell.contiguous()))
+            on_cpu = features.is_cpu and torch.is_autocast_enabled("cpu")
+            lacks_kernel = on_cpu and not lstm_runs_in(torch.get_autocast_dtype("cpu"))
+            with torch.autocast("cpu", enabled=False) if lacks_kernel else nullcontext():
+                read, (hidden, cell) = rnn(features, (hidden.contiguous(), cell.contiguous()))
             after = torch.cat([hidden, cell])
         return read, after.transpose(0, 1).to(state.dtype)

@@ -1,5 +1,9 @@
 """Recurrent policies: the unrolled network, the state while acting, sequences, checkpoints, tasks that need memory."""
 
+import os
+import platform
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,36 @@ def test_unrolled_sequences_equal_single_steps_with_a_reset_at_every_start(argum
     torch.testing.assert_close(policy.log_p.unflatten(0, (4, 9)), torch.stack(log_p, 1))
     torch.testing.assert_close(value.unflatten(0, (4, 9)), torch.stack(values, 1))
     torch.testing.assert_close(after, state)
+
+
+def test_without_a_bfloat16_kernel_the_lstm_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    lstm, features, state = torch.nn.LSTM(3, 6), torch.randn(5, 4, 3), torch.randn(4, 2, 6)
+    monkeypatch.setattr("rl_modules.networks.recurrent.lstm_runs_in", lambda dtype: False)
+    with torch.autocast("cpu", torch.bfloat16):
+        read, after = RecurrentActorCritic._run(lstm, features, state)
+    expected, last = lstm(
+        features, (state[:, :1].transpose(0, 1).contiguous(), state[:, 1:].transpose(0, 1).contiguous())
+    )
+    torch.testing.assert_close(read, expected, rtol=0, atol=0)
+    torch.testing.assert_close(after, torch.cat(last).transpose(0, 1), rtol=0, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variable limits x86's instructions")
+def test_recurrent_ppo_trains_in_bfloat16_on_a_processor_without_avx512() -> None:
+    """In a process of its own, because oneDNN reads the variable once."""
+    program = """
+import torch
+from rl_modules import RecurrentPPO
+from rl_modules.networks.recurrent import lstm_runs_in
+from tests.training import fit, rollouts
+
+assert not lstm_runs_in(torch.bfloat16)
+fit(RecurrentPPO(lstm_hidden_size=8), rollouts("CartPole-v1", n_envs=2), max_epochs=1, precision="bf16-mixed")
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_unrolled_lstm_equals_torchs_cell() -> None:
