@@ -1,0 +1,233 @@
+import ast
+import math
+import random
+import sys
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from datamodules.language.calculator import calculator
+from datamodules.language.calls import Call
+from datamodules.language.sandbox import sandbox
+from datamodules.language.search import Search, islands, search
+from datamodules.language.tools import ToolEnvironment, Tools, schema_of
+from rl_modules.common.errors import UsageError
+
+
+class Unit(Enum):
+    C = "celsius"
+    F = "fahrenheit"
+
+
+def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", at: list[float] | None = None) -> str:
+    """Tells the weather.
+
+    Args:
+        city: Where.
+        days: How many.
+        unit: Of the temperature.
+        at: Hours.
+    """
+    return f"{city} {days} {unit} {at}"
+
+
+async def slowly(x: float) -> dict[str, Any]:
+    """Doubles.
+
+    Args:
+        x: A number.
+    """
+    return {"twice": 2 * x}
+
+
+def broken(x: int) -> str:
+    """Fails.
+
+    Args:
+        x: A number.
+    """
+    raise RuntimeError(f"no {x}")
+
+
+def test_a_tool_is_what_transformers_makes_of_it():
+    from transformers.utils import get_json_schema
+
+    assert schema_of(weather) == get_json_schema(weather)
+    assert ToolEnvironment([weather]).tools == [get_json_schema(weather)]
+
+
+@pytest.mark.parametrize(("call", "result"), [
+    (Call("weather", {"city": "Bern"}), "Bern 1 c None"),
+    (Call("weather", {"city": "Bern", "days": 2, "unit": "f", "at": [1, 2.5]}), "Bern 2 f [1, 2.5]"),
+    (Call("weather", {"city": "Bern", "at": None}), "Bern 1 c None"),
+    (Call("slowly", {"x": 3}), '{"twice": 6}'),
+])  # fmt: skip
+def test_a_right_call_returns_the_function_s_result(call, result):
+    assert Tools([weather, slowly]).run(call) == result
+
+
+@pytest.mark.parametrize(("call", "says"), [
+    (Call("wether", {"city": "Bern"}), "did you mean weather"),
+    (Call("weather", {}), "needs city"),
+    (Call("weather", {"city": 3}), "does not fit"),
+    (Call("weather", {"city": "Bern", "days": "2"}), "does not fit"),
+    (Call("weather", {"city": "Bern", "days": True}), "does not fit"),
+    (Call("weather", {"city": "Bern", "days": 2.5}), "does not fit"),
+    (Call("weather", {"city": "Bern", "unit": "k"}), "does not fit"),
+    (Call("weather", {"city": "Bern", "at": ["noon"]}), "does not fit"),
+    (Call("weather", {"city": None}), "does not fit"),
+    (Call("weather", {"city": "Bern", "self": 1}), "no argument 'self'"),
+    (Call("broken", {"x": 3}), "RuntimeError: no 3"),
+    (Call("__import__", {"name": "os"}), "there is no tool"),
+    (Call("", {}, "it is no JSON"), "it is no JSON"),
+])  # fmt: skip
+def test_a_wrong_call_is_an_observation(call, says):
+    result = Tools([weather, broken]).run(call)
+    assert result.startswith("error: ") and says in result
+
+
+def test_a_long_result_is_cut_off():
+    def much() -> str:
+        """Writes much."""
+        return "x" * 1000
+
+    assert Tools([much], result_limit=10).run(Call("much", {})) == "x" * 10 + " [990 characters cut off]"
+
+
+def test_functions_that_a_model_can_t_be_told_of_are_refused():
+    def untyped(x):
+        """Does.
+
+        Args:
+            x: A number.
+        """
+
+    def undescribed(x: int) -> int:
+        """Does."""
+        return x
+
+    for function in (untyped, undescribed, lambda x: x):
+        with pytest.raises(UsageError, match=r"test_tools.py:\d+"):
+            Tools([function])
+    with pytest.raises(UsageError, match="two functions of one name"):
+        Tools([weather, weather])
+    with pytest.raises(UsageError, match="has no 'wether'"):
+        Tools([f"{__name__}:wether"])
+
+
+def test_calls_are_answered_and_a_message_without_calls_ends_the_dialogue():
+    environment = ToolEnvironment(["datamodules.language.calculator:calculator"], call_reward=-0.1)
+    environment.reset({"prompt": "6*7?", "answer": 42})
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6*7"}}}
+    messages, reward, done = environment.step({"role": "assistant", "content": "", "tool_calls": [call, call]})
+    assert messages == [{"role": "tool", "name": "calculator", "content": "42"}] * 2
+    assert (reward, done) == (-0.2, False)
+    text = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    assert environment.step({"role": "assistant", "content": text})[0] == messages[:1]
+    assert environment.step({"role": "assistant", "content": " 42 "}) == ([], 1.0, True)
+    assert environment.step({"role": "assistant", "content": "43"}) == ([], 0.0, True)
+
+
+# ---------------------------------------------------------------- calculator
+
+
+def test_the_calculator_equals_fractions():
+    """Compared with expressions whose values are computed while they are made."""
+    rng = random.Random(0)
+
+    def expression(depth):
+        if depth == 0:
+            n = rng.randrange(100)
+            return str(n), Fraction(n)
+        (left, a), (right, b) = expression(depth - 1), expression(rng.randrange(depth))
+        symbol = rng.choice([s for s in ("+", "-", "*", "/", "//", "%") if b or s in "+-*"])
+        value = {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b,
+                 "//": lambda: Fraction(a // b), "%": lambda: a % b}[symbol]()  # fmt: skip
+        return f"({left} {symbol} {right})", value
+
+    for _ in range(300):
+        text, value = expression(rng.randrange(1, 5))
+        assert Fraction(calculator(text)) == value
+
+
+@pytest.mark.parametrize(("expression", "value"), [
+    ("0.1 + 0.2", "0.3"), ("1/3", "1/3"), ("10/4", "2.5"), ("-7 // 2", "-4"), ("2**-2", "0.25"),
+    ("2**100", "1267650600228229401496703205376"),
+    ("-0.05*1", "-0.05"), ("1_000*2", "2000"), (" 7 ", "7"), (".5+1.", "1.5"), ("1/1024", "0.0009765625"),
+])  # fmt: skip
+def test_the_calculator_is_exact(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize("expression", [
+    "9**9**9", "2**100000", "1e99999999", "(9**999)*(9**999)*(9**999)*(9**999)", "1/0", "0**-1", "2**0.5", "a",
+    "__import__('os')", "(1).real", "[1]", "1 if 1 else 2", "'x'*9", "True", "1j", "0x10", "1,2", "", "1+", "(" * 300,
+    "1\x00", "1;2", "~1", "1<2", "x:=1", "1" * 401,
+])  # fmt: skip
+def test_the_calculator_refuses_everything_but_arithmetic(expression):
+    assert Tools([calculator]).run(Call("calculator", {"expression": expression})).startswith("error: ")
+
+
+def test_the_calculator_uses_no_eval():
+    import datamodules.language.calculator as module
+
+    names = {node.id for node in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(node, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__"}
+
+
+# ---------------------------------------------------------------- search
+
+
+def test_search_scores_by_bm25():
+    """Worked by hand: three passages of 2, 3 and 4 words, mean 3."""
+    passages = ["red fox", "red red hen", "one blue hen sings"]
+    engine = Search(passages)
+    idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
+    fox, hen = (2.2 / (1 + 1.2 * (0.25 + 0.75 * 2 / 3))), (2 * 2.2 / (2 + 1.2))
+    assert [engine._score({"red"}, count) for count in engine._counts] == pytest.approx([idf * fox, idf * hen, 0])
+    assert engine("Red?") == ["red red hen", "red fox"]
+    assert engine("cow") == [] and engine("red", 1) == ["red red hen"]
+
+
+def test_an_island_is_found_by_its_name():
+    names = [island["name"] for island in islands()]
+    assert len(set(names)) == len(names) == 400
+    for island in islands()[::40]:
+        assert search(f"How many people live on {island['name']}?").startswith(f"{island['name']}: {island['people']} ")
+    assert search("?") == "nothing found"
+
+
+# ---------------------------------------------------------------- sandbox
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="namespaces of Linux")
+
+
+@linux
+@pytest.mark.long
+def test_the_sandbox_limits_time_memory_and_network():
+    run = sandbox(time_s=10, memory_mb=256, output_limit=2000)
+    first = run("print(6 * 7)")
+    if "no process without a network" in first:
+        pytest.skip("no user namespaces here")
+    assert first == "42\n"
+    assert "unreachable" in run("import socket; socket.create_connection(('1.1.1.1', 80), 2)")
+    assert "MemoryError" in run("bytearray(2**30)")
+    assert run("import os; print(os.listdir('.'), sorted(os.environ))").startswith("[] ['HOME', 'LANG', 'PATH']")
+    assert run("print('x' * 10**6)").endswith("[cut off]")
+    assert "exit status 3" in run("raise SystemExit(3)")
+    assert "ran longer than 0.5 s" in sandbox(time_s=0.5)("while True: pass")
+    assert run("import subprocess; subprocess.Popen(['sleep', '60']); print('left')") == "left\n"
+
+
+@linux
+def test_the_sandbox_runs_nothing_where_the_network_can_t_be_taken_away(monkeypatch):
+    import subprocess
+
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **how: real([sys.executable, "-c", "raise SystemExit(97)"], **how)
+    )
+    assert "no program is run" in Tools([sandbox()]).run(Call("python", {"code": "print(1)"}))
