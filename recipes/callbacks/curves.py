@@ -58,13 +58,25 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     TensorBoard reads a run's files in the order of their names, which is not that of time within one second.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+    events = _events(folder)
     return {
         tag: sorted(((e.step, e.value) for e in events.Scalars(tag)), key=itemgetter(0))
         for tag in events.Tags()["scalars"]
     }
+
+
+def seconds(folder: Path) -> float:
+    """Returns the seconds between a run's first and last scalar."""
+    events = _events(folder)
+    times = [event.wall_time for tag in events.Tags()["scalars"] for event in events.Scalars(tag)]
+    return max(times, default=0.0) - min(times, default=0.0)
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    return events.Reload()
 
 
 def log_folder(trainer: L.Trainer) -> Path:

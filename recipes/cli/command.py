@@ -103,6 +103,10 @@ def _run_alone(command: str, given: Any) -> None:
         show(information.completion(given.shell))
     elif command == "copy":
         print(f"copied to {configs.copy(given.name, given.target)}")
+    elif command == "compare":
+        from recipes.comparison import compare_command
+
+        compare_command(given.runs, given.metric, given.mode, given.plot, given.csv)
     elif command == "learn":
         from recipes.cli.learn import learn
 

@@ -32,6 +32,7 @@ commands:
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
+  compare    tell runs apart, over seeds: rl compare logs/PPO-CartPole-v1 logs/A2C-CartPole-v1 --plot curves.png
   sweep      search settings with Optuna: rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
@@ -85,6 +86,15 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                                      "help": "vllm: share of the GPU's memory to use; default: 0.9"},
         "--max_rows_in_flight": {"type": int, "metavar": "N",
                                  "help": "maximum number of completions decoded together; default: no limit"},
+    }),
+    "compare": ("Prints what differs in the settings of runs, and what they reached: mean over seeds with a 95 % "
+                "bootstrap interval, interquartile mean, probability of improvement over the first.", {
+        "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's folder, one with runs below it (of an algorithm, a "
+                                                         "sweep), or a pattern"},
+        "--metric": {"metavar": "NAME", "help": "what is compared; default: the evaluation that all runs have"},
+        "--mode": {"choices": ("max", "min"), "help": "where it is better; default: min for a loss, else max"},
+        "--plot": {"type": Path, "metavar": "FILE", "help": "draw the curves with their intervals: .png, .pdf or .svg"},
+        "--csv": {"type": Path, "metavar": "FILE", "help": "write the whole table"},
     }),
     "sweep": ("Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. Options of rl fit hold for "
               "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
@@ -220,6 +230,7 @@ OPTIONAL = {
     "mujoco": ("HalfCheetah, Hopper, Walker2d", ("mujoco",)),
     "atari": ("Pong, Breakout", ("ale_py", "cv2")),
     "sweep": ("rl sweep", ("optuna",)),
+    "compare": ("rl compare, rl fit --seeds", ("pandas", "rliable", "matplotlib")),
     "video": ("rl record, --record_every", ("moviepy", "pygame")),
     "language": ("language models", ("transformers", "peft", "datasets", "reasoning_gym", "math_verify")),
 }

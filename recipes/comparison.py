@@ -1,0 +1,377 @@
+"""Runs side by side: what differs in their settings, what they reached over seeds, and their curves on one axis."""
+
+import csv
+import glob
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Metrics that compare runs where none is named: the first that all of them log.
+METRICS = (
+    "eval/true_return", "eval/mean_reward", "eval/pass@1", "eval/accuracy", "eval/rewards/accuracies",
+    "eval/rewards/margins", "eval/scores", "eval/loss", "rollout/ep_rew_mean", "train/reward", "train/accuracy",
+    "train/rewards/accuracies", "train/rewards/margins", "train/objective/scores", "train/loss",
+)  # fmt: skip
+#: Metrics of few points, and the curve that is drawn for them.
+DRAWN = {"eval/mean_reward": "rollout/ep_rew_mean"}
+#: Seeds from which a bootstrap interval is given.
+FEWEST = 3
+#: Resamples of the bootstrap.
+RESAMPLES = 2_000
+#: Settings that a run's name or the column of seeds shows, or that say where it ran.
+_SHOWN = re.compile(r"seed|env_id|trainer\.(accelerator|devices|default_root_dir|enable_progress_bar)")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run as it is compared.
+
+    Args:
+        name: algorithm and task, as in ``PPO-CartPole-v1``.
+        seed: of the run.
+        curves: (step, value) by metric, in the order of the steps.
+        settings: values by dotted name.
+        seconds: of training; None: not known.
+    """
+
+    name: str
+    seed: int
+    curves: dict[str, list[tuple[int, float]]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+
+
+def compare(*runs: str | Path, metric: str | None = None, mode: str | None = None) -> "pd.DataFrame":
+    """Compares runs: a row for runs that differ in their seed alone.
+
+    Args:
+        *runs: folders of runs, folders with runs below them such as a sweep's, and patterns such as ``logs/*/*``.
+        metric: by which they are compared; None: the first of :data:`METRICS` that all of them log.
+        mode: ``max`` or ``min``, the direction in which the metric improves; None: ``min`` for a loss, else ``max``.
+
+    Returns:
+        Columns: ``run``; every setting that differs; ``seeds`` and ``n``, their number; ``steps`` and ``seconds``, the
+        median; ``final`` and ``best``, the mean over seeds of the last and the best value; ``iqm``, the interquartile
+        mean of the last; ``worst``, the worst seed's last; ``p_above_first``, the probability that a seed of this row
+        ends better than one of the first, where ties count half. The last and its 95 % bootstrap interval over seeds
+        (``final_low``, ``final_high``, …) need three seeds, and are NaN below. ``attrs`` holds metric and mode.
+
+    Raises:
+        UsageError: a path holds no run, the metric is not logged by all, or the extra ``compare`` is not installed.
+
+    Source: Agarwal et al. 2021, arXiv:2108.13264 (IQM, stratified bootstrap, probability of improvement).
+    """
+    return summarize(read_all(runs), metric, mode)
+
+
+def compare_command(
+    runs: Sequence[str | Path],
+    metric: str | None = None,
+    mode: str | None = None,
+    picture: Path | None = None,
+    table: Path | None = None,
+) -> None:
+    """Prints the table of ``rl compare``, and writes its files."""
+    results = read_all(runs)
+    frame = summarize(results, metric, mode)
+    print(text_of(frame))
+    if picture is not None:
+        plot(results, picture, metric)
+    if table is not None:
+        frame.to_csv(table, index=False)
+
+
+def require_packages() -> None:
+    """Raises where the packages of a comparison are missing."""
+    if missing := [name for name in ("pandas", "rliable", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"comparing runs needs {', '.join(missing)}, not installed here: {install('compare')}")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_all(places: Sequence[str | Path]) -> list[Result]:
+    """Reads all runs in some places; of runs with the same settings and seed the last."""
+    require_packages()
+    found = [read(folder) for folder in dict.fromkeys(run for place in places for run in runs_in(place))]
+    return list({(x.name, x.seed, str(sorted(x.settings.items()))): x for x in found}.values())
+
+
+def runs_in(place: str | Path) -> list[Path]:
+    """Returns the folders of the runs in a folder or in those of a pattern, ``version_2`` before ``version_10``."""
+    paths = [Path(path) for path in glob.glob(str(Path(place).expanduser()))] or [Path(place)]
+    runs = {file.parent for path in paths for file in path.rglob("hparams.yaml")}
+    if not runs:
+        raise UsageError(f"{place} holds no run: its folder has an hparams.yaml, as `rl fit` writes it with "
+                         "TensorBoardLogger and CSVLogger")  # fmt: skip
+    return sorted(runs, key=lambda run: [(int(part) if part.isdigit() else -1, part)
+                                         for part in re.split(r"(\d+)", str(run))])  # fmt: skip
+
+
+def read(folder: Path) -> Result:
+    """Reads a run's settings and curves."""
+    from recipes.callbacks import curves
+
+    settings, config = (yaml.safe_load(file.read_text("utf-8")) or {} if file.exists() else {}
+                        for file in (folder / "hparams.yaml", folder / "config.yaml"))  # fmt: skip
+    trainer = {f"trainer.{name}": value for name, value in config.get("trainer", {}).items()
+               if isinstance(value, int | float | str)}  # fmt: skip
+    has_events = next(folder.glob(curves.PATTERN), None) is not None
+    if not has_events and not (folder / "metrics.csv").exists():
+        raise UsageError(f"{folder} has no curves: neither TensorBoard's files nor metrics.csv")
+    points = curves.points(folder) if has_events else _csv_points(folder / "metrics.csv")
+    if (clock := points.get("time/time_elapsed")) is not None:
+        seconds: float | None = clock[-1][1]
+    else:
+        seconds = curves.seconds(folder) if has_events else None
+    named = {"model", "data"} <= config.keys()
+    return Result(_name(config) if named else folder.parent.name, int(settings.get("seed", 0)), points,
+                  {**settings, **trainer}, seconds)  # fmt: skip
+
+
+def _name(config: dict[str, Any]) -> str:
+    from recipes.cli.runs import configured_name
+
+    return configured_name(config)
+
+
+def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    with file.open(encoding="utf-8", newline="") as rows:
+        for row in csv.DictReader(rows):
+            for name, value in row.items():
+                if value and name not in ("step", "epoch"):
+                    found.setdefault(name, []).append((int(row["step"]), float(value)))
+    return {name: sorted(points, key=itemgetter(0)) for name, points in found.items()}
+
+
+# ---------------------------------------------------------------- a table
+
+
+def summarize(results: Sequence[Result], metric: str | None = None, mode: str | None = None) -> "pd.DataFrame":
+    """Returns the table of :func:`compare` for runs that are read."""
+    import pandas as pd
+
+    metric, mode = chosen_metric(results, metric), _mode(metric, mode, results)
+    sign = -1.0 if mode == "min" else 1.0
+    rows, first = [], None
+    for (name, settings), runs in groups(results).items():
+        finals = np.array([run.curves[metric][-1][1] for run in runs])
+        bests = np.array([sign * max(sign * value for _, value in run.curves[metric]) for run in runs])
+        known = [run.seconds for run in runs if run.seconds is not None]
+        row: dict[str, Any] = {
+            "run": name, **dict(settings), "seeds": ", ".join(str(run.seed) for run in runs), "n": len(runs),
+            "steps": int(np.median([_end(run) for run in runs])), "seconds": float(np.median(known)) if known else None,
+            "worst": sign * (sign * finals).min(),
+        }  # fmt: skip
+        for column, values in (("final", finals), ("best", bests)):
+            row[column] = values.mean()
+            row[f"{column}_low"], row[f"{column}_high"] = interval(values)[1:]
+        row["iqm"], row["iqm_low"], row["iqm_high"] = interval(finals, middle=True)
+        first = finals if first is None else first
+        row["p_above_first"] = probability_above(sign * finals, sign * first)
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    frame.attrs.update(metric=metric, mode=mode)
+    return frame
+
+
+def chosen_metric(results: Sequence[Result], metric: str | None) -> str:
+    """Returns the metric by which runs are compared, which all of them log."""
+    common = [name for name in results[0].curves if all(name in run.curves for run in results)]
+    if metric is None and (known := [name for name in METRICS if name in common]):
+        return known[0]
+    if metric not in common:
+        what = "no metric of learning is" if metric is None else f"metric={metric!r} is not"
+        raise UsageError(f"{what} logged by all {len(results)} runs{did_you_mean(str(metric), common)}; all log "
+                         f"{', '.join(common) or 'nothing in common'}")  # fmt: skip
+    return str(metric)
+
+
+def _mode(metric: str | None, mode: str | None, results: Sequence[Result]) -> str:
+    if mode not in (None, "max", "min"):
+        raise UsageError(f"mode={mode!r} must be max or min")
+    return mode or ("min" if chosen_metric(results, metric).endswith(("loss", "kl", "perplexity")) else "max")
+
+
+def _end(run: Result) -> int:
+    return max(points[-1][0] for points in run.curves.values())
+
+
+def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
+    """Returns the runs that differ in their seed alone, by name and by the settings in which others differ.
+
+    Settings in which runs of the same name differ come first. One that a single algorithm has does not count.
+    """
+    names = dict.fromkeys(name for run in results for name in run.settings if not _SHOWN.fullmatch(name))
+    within, between = [], []
+    for name in names:
+        alike: dict[str, set] = {}
+        for run in results:
+            alike.setdefault(run.name, set()).add(str(run.settings.get(name)))
+        if any(len(values) > 1 for values in alike.values()):
+            within.append(name)
+        elif len({str(run.settings[name]) for run in results if name in run.settings}) > 1:
+            between.append(name)
+    differing = within + between
+    found: dict[tuple[str, tuple], list[Result]] = {}
+    for run in results:
+        settings = tuple((name, run.settings.get(name)) for name in differing)
+        found.setdefault((run.name, settings), []).append(run)
+    return found
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Seeds NumPy's global generator for a while: rliable takes a random state, and draws from this one."""
+    before = np.random.get_state()  # noqa: NPY002
+    np.random.seed(0)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(before)  # noqa: NPY002
+
+
+def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
+    """Mean over seeds, or interquartile mean, with its 95 % bootstrap interval.
+
+    Args:
+        values: [seeds] or [seeds, points].
+        middle: the interquartile mean, in place of the mean.
+
+    Returns:
+        The statistic, and both ends of its interval: numbers or [points], NaN below three seeds.
+    """
+    from scipy.stats import trim_mean
+
+    statistic = (lambda x: trim_mean(x, 0.25)) if middle else (lambda x: x.mean(0))
+    point = statistic(values)
+    if len(values) < FEWEST:
+        nothing = np.full(np.shape(point), np.nan)[()]
+        return (nothing if middle else point), nothing, nothing
+    from rliable import library
+
+    with _seeded():  # rliable resamples runs within each task; here is one task
+        _, found = library.get_interval_estimates(
+            {"runs": values.reshape(len(values), 1, -1)}, lambda x: statistic(x[:, 0]), reps=RESAMPLES
+        )
+    low, high = found["runs"].reshape(2, *np.shape(point))
+    return point, low, high
+
+
+def probability_above(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the probability that a seed of ours ends above one of theirs; NaN below three seeds."""
+    if min(len(ours), len(theirs)) < FEWEST:
+        return float("nan")
+    from rliable.metrics import probability_of_improvement
+
+    return float(probability_of_improvement(ours[:, None], theirs[:, None]))
+
+
+def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
+    """Returns the table as people read it; of the settings that differ, the first ``most``."""
+    own = list(frame.columns[1 : frame.columns.get_loc("seeds")])
+    shown = frame[["run", *own[:most]]].astype(object).where(frame.notna(), "–").astype(str)
+    shown["seeds"] = [str(n) if n > 1 else f"1 ({seeds})" for n, seeds in zip(frame["n"], frame["seeds"], strict=True)]
+    for column in ("final", "best", "iqm"):
+        shown[column] = [_with_interval(*values) for values in
+                         frame[[column, f"{column}_low", f"{column}_high"]].itertuples(index=False)]  # fmt: skip
+    shown["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
+    shown["steps"] = [f"{x:,}" for x in frame["steps"]]
+    shown["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
+    better = "lower" if frame.attrs["mode"] == "min" else "higher"
+    lines = [f"{frame.attrs['metric']}, {better} is better; mean over seeds [95 % bootstrap interval, from {FEWEST} "
+             "seeds]"]  # fmt: skip
+    table = [list(shown.columns), *shown.values.tolist()]
+    widths = [max(len(row[i]) for row in table) for i in range(len(shown.columns))]
+    lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    if more := own[most:]:
+        lines.append(f"{len(more)} more settings differ, which --csv has: {', '.join(more)}")
+    return "\n".join(lines)
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return "–" if value != value else f"{value:.4g} [{low:.4g}, {high:.4g}]" if low == low else f"{value:.4g}"
+
+
+# ---------------------------------------------------------------- a plot
+
+
+def plot(results: Sequence[Result], file: str | Path, metric: str | None = None, **texts: str) -> None:
+    """Draws the runs' curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
+
+    The mean of a row ends where its shortest run does. A metric that is evaluated a few times is drawn by its training
+    curve, with dots at the last evaluations.
+
+    Args:
+        results: the runs; those that differ in their seed alone share a color.
+        file: to write, as .png, .pdf or .svg.
+        metric: what is drawn; None: as in :func:`compare`.
+        **texts: of the axes, as ``matplotlib``'s ``set`` takes them: title, xlabel, ylabel.
+
+    Raises:
+        UsageError: matplotlib knows no format of that name.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    judged = chosen_metric(results, metric)
+    drawn = DRAWN.get(judged, judged) if metric is None else judged
+    drawn = drawn if all(drawn in run.curves for run in results) else judged
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    rows = groups(results)
+    for i, ((name, settings), runs) in enumerate(rows.items()):
+        steps, values = on_one_axis([run.curves[drawn] for run in runs])
+        mean, low, high = interval(values)
+        for run in runs if len(runs) > 1 else []:
+            axes.plot(*zip(*run.curves[drawn], strict=True), color=f"C{i}", alpha=0.25, linewidth=0.7)
+        axes.fill_between(steps, low, high, color=f"C{i}", alpha=0.25, linewidth=0)
+        finals = np.array([run.curves[judged][-1][1] for run in runs])
+        iqm, low_, high_ = interval(finals, middle=True)
+        own = [f"{key}={value}" for key, value in settings
+               if len({str(dict(others)[key]) for other, others in rows if other == name}) > 1]  # fmt: skip
+        label = ", ".join([name, *own])
+        label += f" ({len(runs)} seed{'s' if len(runs) > 1 else ''}"
+        label += f", IQM {_with_interval(iqm, low_, high_)})" if len(runs) >= FEWEST else ")"
+        axes.plot(steps, mean, color=f"C{i}", label=label, marker="." if len(steps) <= 10 else None)
+        if drawn != judged:
+            axes.scatter([_end(run) for run in runs], finals, color=f"C{i}", s=9, zorder=3)
+    in_control = drawn.startswith("rollout/") or any("rollout/ep_rew_mean" in run.curves for run in results)
+    axes.set(**{"xlabel": "transitions" if in_control else "optimizer steps", "ylabel": drawn, **texts})
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(loc="outside lower center", fontsize="small")
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:
+        raise UsageError(f"plot={file}: {error}") from error
+
+
+def on_one_axis(curves: Sequence[Sequence[tuple[int, float]]], points: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Interpolates curves linearly at the steps that all of them reach.
+
+    Returns:
+        Steps [P], P ≤ ``points``, and values [curves, P].
+    """
+    arrays = [np.array(curve, float).T for curve in curves]
+    first, last = max(x[0, 0] for x in arrays), min(x[0, -1] for x in arrays)
+    known = np.unique(np.concatenate([x[0] for x in arrays]))
+    steps = known[(known >= first) & (known <= last)]
+    steps = np.linspace(first, last, points) if len(steps) > points else steps
+    return steps, np.array([np.interp(steps, *x) for x in arrays])
