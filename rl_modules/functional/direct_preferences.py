@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rl_modules.functional.checks import (
@@ -21,8 +20,15 @@ from rl_modules.functional.checks import (
     require_shape,
     require_tensors,
 )
-
-_DPO_LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
+from rl_modules.functional.pair_losses import (
+    DIVERGENCES,
+    NORMALISED,
+    OF_DIFFERENCES,
+    PAIR_LOSSES,
+    SMOOTHED,
+    Constants,
+    divergence_score,
+)
 
 
 def dpo_loss(
@@ -33,64 +39,110 @@ def dpo_loss(
     beta: float = 0.1,
     loss_type: str = "sigmoid",
     label_smoothing: float = 0.0,
+    *,
+    chosen_length: Tensor | None = None,
+    rejected_length: Tensor | None = None,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+    simpo_gamma: float = 0.5,
 ) -> Tensor:
-    """The loss of Direct Preference Optimization and its relatives, per comparison of two answers.
+    """The loss of Direct Preference Optimization and its relatives, over comparisons of two answers.
 
-    Δ = (log π(y_c) - log π_ref(y_c)) - (log π(y_r) - log π_ref(y_r))
+    c = log π(y_c) - log π_ref(y_c),   r = log π(y_r) - log π_ref(y_r),   Δ = c - r,   L = mean of
 
-    L = mean [ -(1 - ε) log σ(β Δ) - ε log σ(-β Δ) ]                     "sigmoid"
-    L = mean [ (-(1 - ε) log σ(β Δ) + ε log σ(-β Δ)) / (1 - 2ε) ]        "robust"
-    L = mean [ (Δ - 1 / (2β))² ]                                         "ipo"
-    L = mean [ max(0, 1 - β Δ) ]                                         "hinge"
+    -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)                        "sigmoid"; "cpo"; "sigmoid_norm" with means over tokens
+    (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)           "robust"
+    max(0, 1 - βΔ)                                           "hinge"
+    (Δ - 1 / (2β))²                                          "ipo", with means over tokens
+    KL(σ(βΔ) || 1 - ε), of two Bernoulli distributions       "exo_pair"
+    -log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)                 "nca_pair"
+    -log σ(βc) - log σ(-βr)                                  "bco_pair"
+    (c - 1 / (2β))² + (r + 1 / (2β))²                        "sppo_hard"
+    1 - σ(βc) + σ(βr)                                        "apo_zero"
+    σ(βc) + 1 - σ(βΔ)                                        "apo_down"
+    -(1 - w) log σ(βΔ) + w exp(-βΔ),   w = σ(βΔ / τ)         "discopop"
+    the sigmoid loss of sorted c minus sorted r              "aot_unpaired"
+    the sigmoid loss of the policy's sorted log π(y_c) - log π(y_r) minus the reference's        "aot"
+    -log σ(βΔ - γ), with means over tokens                   "simpo"
+    -β log σ(log odds(y_c) - log odds(y_r))                  "orpo", see :func:`odds_ratio_loss`
 
     Args:
         chosen_log_prob: log π(y_c|x) in nats, the sum over the preferred answer's tokens, shape (B,). Receives
-            gradient. For "ipo" with answers of unequal length its authors recommend means over tokens, here and in
-            the other three.
+            gradient.
         rejected_log_prob: log π(y_r|x) of the other answer, shape (B,). Receives gradient.
-        ref_chosen_log_prob: log π_ref(y_c|x), shape (B,).
+        ref_chosen_log_prob: log π_ref(y_c|x), shape (B,); 0 for "cpo", "simpo" and "orpo", which have no reference.
         ref_rejected_log_prob: log π_ref(y_r|x), shape (B,).
-        beta: β, the implicit reward per nat of log-ratio (for "ipo" the regularisation τ), above 0. A small β lets
-            the policy move far from the reference.
-        loss_type: "sigmoid" (DPO; with label_smoothing: conservative DPO), "robust", "ipo" or "hinge" (SLiC).
-        label_smoothing: ε, the probability that a judgement is wrong, in [0, 0.5). Read by "sigmoid", which blends the
-            two labels, and "robust", which corrects for the wrong ones without bias.
+        beta: β, the implicit reward per nat of log-ratio (for "ipo" the regularisation τ, for "orpo" the weight λ),
+            above 0. A small β lets the policy move far from the reference.
+        loss_type: the loss, see above.
+        label_smoothing: ε, the probability that a judgement is wrong, in [0, 0.5); above 0 for "exo_pair". Read by
+            "sigmoid", "sigmoid_norm", "cpo", "simpo" and both AOT losses, which blend the two labels, "robust", which
+            corrects for the wrong ones without bias, and "exo_pair".
+        chosen_length: tokens of y_c, shape (B,), by which "ipo", "sigmoid_norm", "simpo" and "orpo" divide its score;
+            None: the arguments are means over tokens.
+        rejected_length: tokens of y_r, shape (B,).
+        f_divergence_type: the divergence from the reference that the policy is held to: "reverse_kl", "forward_kl",
+            "js_divergence" or "alpha_divergence", whose f'(π / π_ref) takes the log-ratio's place; for losses of Δ
+            with a reference.
+        f_alpha_divergence_coef: α of "alpha_divergence"; near 1 it is "reverse_kl".
+        discopop_tau: τ, above 0.
+        simpo_gamma: γ, margin of the preferred answer, in units of reward, at least 0.
 
     Returns:
         Scalar to minimise, the mean over pairs; log 2 for "sigmoid" while the policy equals the reference.
 
     Raises:
-        ValueError: shapes differ, beta is not positive, loss_type is unknown, or label_smoothing is outside [0, 0.5)
-            or not 0 for a loss type that has none.
+        ValueError: shapes differ, beta or discopop_tau is not positive, loss_type or f_divergence_type is unknown or
+            they don't go together, simpo_gamma is negative, or label_smoothing is outside [0, 0.5), not 0 for a loss
+            type that has none, or 0 for "exo_pair".
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; ε: Mitchell 2023 (conservative DPO); "robust": Chowdhury et
         al. 2024, arXiv:2403.00409, eq. 11; "ipo": Azar et al. 2023, arXiv:2310.12036, eq. 17; "hinge": Zhao et al.
-        2023, arXiv:2305.10425, with normalised margins as in Liu et al. 2023, arXiv:2309.06657. Equals TRL 1.16.
+        2023, arXiv:2305.10425, with normalised margins as in Liu et al. 2023, arXiv:2309.06657; "exo_pair": Ji et al.
+        2024, arXiv:2402.00856, eq. 16; "nca_pair": Chen et al. 2024, arXiv:2402.05369; "bco_pair": Jung et al. 2024,
+        arXiv:2404.04656, without its shift; "sppo_hard": Wu et al. 2024, arXiv:2405.00675, eq. 4.7; "apo_zero",
+        "apo_down": D'Oosterlinck et al. 2024, arXiv:2408.06266, eqs. 7 and 8; "discopop": Lu et al. 2024,
+        arXiv:2406.08414, eq. 5; "aot": Melnyk et al. 2024, arXiv:2406.05882; "cpo": Xu et al. 2024, arXiv:2401.08417;
+        divergences: Wang et al. 2023, arXiv:2309.16240. Equals TRL 1.16.
     """
-    require_choice("loss_type", loss_type, _DPO_LOSS_TYPES)
+    require_choice("loss_type", loss_type, tuple(PAIR_LOSSES))
+    require_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     require_positive("beta", beta)
+    require_positive("discopop_tau", discopop_tau)
+    require_nonnegative("simpo_gamma", simpo_gamma)
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing!r}.")
-    if label_smoothing and loss_type in ("ipo", "hinge"):
+    if label_smoothing and loss_type not in SMOOTHED:
         raise ValueError(f"label_smoothing must be 0 for loss_type {loss_type!r}, got {label_smoothing!r}.")
+    if loss_type == "exo_pair" and not label_smoothing:
+        raise ValueError("label_smoothing must be above 0 for loss_type 'exo_pair', such as 1e-3.")
+    if f_divergence_type != "reverse_kl" and loss_type not in OF_DIFFERENCES:
+        raise ValueError(f"f_divergence_type must be 'reverse_kl' for loss_type {loss_type!r}, got "
+                         f"{f_divergence_type!r}.")  # fmt: skip
     _require_vector("chosen_log_prob", chosen_log_prob)
     for name, tensor in (
         ("rejected_log_prob", rejected_log_prob),
         ("ref_chosen_log_prob", ref_chosen_log_prob),
         ("ref_rejected_log_prob", ref_rejected_log_prob),
+        ("chosen_length", chosen_length),
+        ("rejected_length", rejected_length),
     ):
-        require_shape(name, tensor, chosen_log_prob.shape, "chosen_log_prob")
-    chosen = as_float(chosen_log_prob) - as_constant(ref_chosen_log_prob)
-    rejected = as_float(rejected_log_prob) - as_constant(ref_rejected_log_prob)
-    lead = chosen - rejected
-    if loss_type == "ipo":
-        return (lead - 1 / (2 * beta)).square().mean()
-    if loss_type == "hinge":
-        return torch.relu(1 - beta * lead).mean()
-    right, wrong = -F.logsigmoid(beta * lead), -F.logsigmoid(-beta * lead)
-    if loss_type == "robust":
-        return (((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)).mean()
-    return ((1 - label_smoothing) * right + label_smoothing * wrong).mean()
+        if tensor is not None:
+            require_shape(name, tensor, chosen_log_prob.shape, "chosen_log_prob")
+    policy = as_float(chosen_log_prob), as_float(rejected_log_prob)
+    reference = as_constant(ref_chosen_log_prob), as_constant(ref_rejected_log_prob)
+    if loss_type == "aot":
+        chosen, rejected = policy[0] - policy[1], reference[0] - reference[1]
+    else:
+        chosen, rejected = (
+            divergence_score(ours - theirs, f_divergence_type, f_alpha_divergence_coef)
+            for ours, theirs in zip(policy, reference, strict=True)
+        )
+    if loss_type in NORMALISED and chosen_length is not None and rejected_length is not None:
+        chosen, rejected = chosen / chosen_length, rejected / rejected_length
+    constants = Constants(beta, label_smoothing, discopop_tau, simpo_gamma)
+    return PAIR_LOSSES[loss_type](chosen, rejected, constants).mean()
 
 
 def kto_loss(
@@ -173,8 +225,8 @@ def simpo_loss(
     require_nonnegative("simpo_gamma", simpo_gamma)
     _require_vector("chosen_log_prob", chosen_log_prob)
     require_shape("rejected_log_prob", rejected_log_prob, chosen_log_prob.shape, "chosen_log_prob")
-    lead = as_float(chosen_log_prob) - as_float(rejected_log_prob)
-    return -F.logsigmoid(beta * lead - simpo_gamma).mean()
+    constants = Constants(beta, 0.0, 1.0, simpo_gamma)
+    return PAIR_LOSSES["simpo"](as_float(chosen_log_prob), as_float(rejected_log_prob), constants).mean()
 
 
 def odds_ratio_loss(chosen_log_prob: Tensor, rejected_log_prob: Tensor) -> Tensor:
@@ -199,16 +251,8 @@ def odds_ratio_loss(chosen_log_prob: Tensor, rejected_log_prob: Tensor) -> Tenso
     """
     _require_vector("chosen_log_prob", chosen_log_prob)
     require_shape("rejected_log_prob", rejected_log_prob, chosen_log_prob.shape, "chosen_log_prob")
-    chosen, rejected = as_float(chosen_log_prob), as_float(rejected_log_prob)
-    return -F.logsigmoid((chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))).mean()
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) for x < 0, exact at both ends (Mächler 2012); unused branches get a harmless argument."""
-    near = x > -math.log(2.0)
-    small = torch.where(near, x, -1.0)
-    large = torch.where(near, -1.0, x)
-    return torch.where(near, (-torch.expm1(small)).log(), torch.log1p(-large.exp()))
+    constants = Constants(1.0, 0.0, 1.0, 0.0)
+    return PAIR_LOSSES["orpo"](as_float(chosen_log_prob), as_float(rejected_log_prob), constants).mean()
 
 
 def _require_vector(name: str, tensor: Tensor) -> None:

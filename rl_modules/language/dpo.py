@@ -5,8 +5,15 @@ from typing import Any
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, setting
+from rl_modules.functional.pair_losses import DIVERGENCES, NORMALISED, REFERENCE_FREE, SMOOTHED, length_desensitized
+from rl_modules.language.dpo_arguments import (
+    check_losses,
+    check_weights,
+    likelihood_weight,
+    refuse_contradictions,
+    weighted,
+)
 from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
 
@@ -23,29 +30,55 @@ class DPO(PreferencePolicy):
 
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at a pair's first visit
     and kept, also in checkpoints; one forward pass reads both answers after one copy of the prompt; dropout is
-    off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``.
+    off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``; both AOT losses
+    sort the pairs of a micro-batch on one rank.
     """
 
     learning_curve = "train/rewards/accuracies"
     best_metric = ("eval/rewards/accuracies", "max")
 
     beta: float = changed(says="β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ)")
-    loss_type: str = setting(
-        "sigmoid", "``sigmoid`` (DPO), ``ipo`` (squared error of the log-ratio per token, arXiv:2310.12036), ``hinge`` "
-        "(SLiC, arXiv:2305.10425) or ``robust`` (unbiased under wrong labels, arXiv:2403.00409)",
-        one_of=("sigmoid", "ipo", "hinge", "robust"))  # fmt: skip
+    loss_type: Any = setting(
+        "sigmoid", "a loss of :func:`~rl_modules.functional.dpo_loss`, or ``sft`` (the chosen answers' negative "
+        "log-likelihood per token): ``sigmoid`` (DPO), ``ipo``, ``hinge`` (SLiC), ``robust``, ``exo_pair``, "
+        "``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``, ``aot_unpaired``, ``apo_zero``, ``apo_down``, "
+        "``discopop``, ``sigmoid_norm``; without a reference, ``simpo``, ``cpo`` and ``orpo``, of which the last two "
+        "add ``sft`` with weight 1. A list: their weighted sum", kind=str | list[str], check=check_losses)  # fmt: skip
+    loss_weights: list[float] | None = setting(
+        None, "weights of the losses of a list, as in MPO's ``[0.8, 0.2, 1.0]`` of ``[sigmoid, bco_pair, sft]``; None: "
+        "all 1", check=check_weights)  # fmt: skip
     label_smoothing: float = setting(
-        0.0, "ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO) and "
-        "``robust``", least=0, below=0.5)  # fmt: skip
+        0.0, "ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO), "
+        "``sigmoid_norm``, ``cpo``, ``simpo``, ``robust`` and AOT; ``exo_pair`` needs one, such as 1e-3", least=0,
+        below=0.5)  # fmt: skip
+    f_divergence_type: str = setting(
+        "reverse_kl", "divergence to the reference (f-DPO, arXiv:2309.16240), for losses of the answers' difference",
+        one_of=DIVERGENCES)  # fmt: skip
+    f_alpha_divergence_coef: float = setting(
+        0.5, "α of ``alpha_divergence``", idle=lambda m: m.f_divergence_type != "alpha_divergence"
+        and "without f_divergence_type=alpha_divergence")  # fmt: skip
+    ld_alpha: float | None = setting(
+        None, "weight of the tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411); None: 1", least=0,
+        most=1)  # fmt: skip
+    discopop_tau: float = setting(
+        0.05, "τ of ``discopop``", above=0,
+        idle=lambda m: "discopop" not in m.losses and "without loss_type=discopop")  # fmt: skip
+    simpo_gamma: float = setting(
+        0.5, "γ of ``simpo``, margin of the chosen answer in units of reward", least=0,
+        idle=lambda m: "simpo" not in m.losses and "without loss_type=simpo")  # fmt: skip
     rpo_alpha: float | None = setting(
         None, "weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO, "
-        "arXiv:2404.19733: 1); None: no such term", above=0)  # fmt: skip
+        "arXiv:2404.19733: 1); None: no such term but that of ``sft``, ``cpo`` and ``orpo``", above=0)  # fmt: skip
 
     def __post_init__(self) -> None:
+        refuse_contradictions(self)
+        self.reference_free = self.reference_free or bool(REFERENCE_FREE & self.losses.keys())
         super().__post_init__()
-        if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
-            raise UsageError(f"label_smoothing={self.label_smoothing} does nothing for loss_type={self.loss_type!r}; "
-                             "set it to 0, or take sigmoid or robust")  # fmt: skip
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The weight of each loss of two answers by name."""
+        return {name: weight for name, weight in weighted(self).items() if name != "sft"}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, _ = pair_log_probs(self.model, batch)
@@ -54,9 +87,9 @@ class DPO(PreferencePolicy):
         self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
         total = loss * (b * batch["n_micro"] / batch["step_pairs"])
-        if self.rpo_alpha is not None:
+        if weight := likelihood_weight(self):
             likelihood, tokens = -log_prob[:b].sum(), batch["lengths"][:, 1].sum()
-            total = total + self.rpo_alpha * likelihood * (batch["n_micro"] / batch["step_chosen_tokens"])
+            total = total + weight * likelihood * (batch["n_micro"] / batch["step_chosen_tokens"])
             self.record(tokens, nll_loss=likelihood / tokens)
         self.record(b, **metrics)
         return total
@@ -66,9 +99,9 @@ class DPO(PreferencePolicy):
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
 
     def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        sums = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
+        sums = self.sums(pair_log_probs(self.model, batch)[0], batch).chunk(2)
         reference = self.reference_log_probs(batch, "eval")
-        chosen, rejected = (self.beta * (ours - theirs) for ours, theirs in zip(sums, reference, strict=True))
+        chosen, rejected = self.pair_rewards(sums[0], sums[1], reference[0], reference[1], batch)
         return {"chosen_reward": chosen, "rejected_reward": rejected}
 
     # ---------------------------------------------------------------- the loss
@@ -81,11 +114,11 @@ class DPO(PreferencePolicy):
             batch: see :meth:`reference_log_probs`.
             data: ``train`` or ``eval``.
         """
-        chosen, rejected = log_prob.sum(-1).chunk(2)
+        chosen, rejected = self.sums(log_prob, batch).chunk(2)
         ref_chosen, ref_rejected = self.reference_log_probs(batch, data)
         loss = self.loss(chosen, rejected, ref_chosen, ref_rejected, batch["lengths"][:, 1], batch["lengths"][:, 2])
         chosen, rejected = chosen.detach(), rejected.detach()
-        chosen_reward, rejected_reward = self.beta * (chosen - ref_chosen), self.beta * (rejected - ref_rejected)
+        chosen_reward, rejected_reward = self.pair_rewards(chosen, rejected, ref_chosen, ref_rejected, batch)
         return {
             "loss": loss,
             "rewards/chosen": chosen_reward.mean(),
@@ -95,6 +128,23 @@ class DPO(PreferencePolicy):
             "logps/chosen": chosen.mean(),
             "logps/rejected": rejected.mean(),
         }
+
+    def sums(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Returns log π of both answers, [2b], from that of their tokens, [2b, L]; ``ld_alpha`` weighs the longer
+        one's end.
+        """
+        if self.ld_alpha is None:
+            return super().sums(log_prob, batch)
+        return length_desensitized(log_prob, batch["lengths"][:, 1], batch["lengths"][:, 2], self.ld_alpha)
+
+    def pair_rewards(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, batch: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the implicit rewards of both answers, [b] each; those of ``simpo`` and ``orpo`` are per token."""
+        rewards = self.beta * (chosen - ref_chosen), self.beta * (rejected - ref_rejected)
+        if NORMALISED & REFERENCE_FREE & self.losses.keys():
+            return rewards[0] / batch["lengths"][:, 1], rewards[1] / batch["lengths"][:, 2]
+        return rewards
 
     def loss(
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor,
@@ -110,10 +160,13 @@ class DPO(PreferencePolicy):
             chosen_length: tokens of y_c, EOS included, [b].
             rejected_length: tokens of y_r, [b].
         """
-        if self.loss_type == "ipo":
-            # IPO's authors report results with means over tokens.
-            chosen, ref_chosen = chosen / chosen_length, ref_chosen / chosen_length
-            rejected, ref_rejected = rejected / rejected_length, ref_rejected / rejected_length
-        return F.dpo_loss(
-            chosen, rejected, ref_chosen, ref_rejected, self.beta, self.loss_type, self.label_smoothing
-        )  # fmt: skip
+        total = chosen.new_zeros(())
+        for name, weight in self.losses.items():
+            total = total + weight * F.dpo_loss(
+                chosen, rejected, ref_chosen, ref_rejected, self.beta, name,
+                self.label_smoothing if name in SMOOTHED else 0.0,
+                chosen_length=chosen_length, rejected_length=rejected_length,
+                f_divergence_type=self.f_divergence_type, f_alpha_divergence_coef=self.f_alpha_divergence_coef,
+                discopop_tau=self.discopop_tau, simpo_gamma=self.simpo_gamma,
+            )  # fmt: skip
+        return total

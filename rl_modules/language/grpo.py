@@ -8,7 +8,6 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.core.settings import setting
-from rl_modules.core.state import persistent
 from rl_modules.language.advantages import IN_GROUPS, load_advantages, path_of, require_advantages, scores_by
 from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
 from rl_modules.language.contract import CompletionLearner
@@ -21,7 +20,6 @@ from rl_modules.language.grpo_arguments import (
     without_correction,
     without_epsilon,
     without_sapo,
-    without_sync,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
@@ -90,10 +88,6 @@ class GRPO(PolicyWithReference):
         one_of=("k1", "k2", "k3"))  # fmt: skip
     use_bias_correction_kl: bool = setting(
         True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
-    sync_ref_model: bool = setting(False, "update the reference towards the policy")
-    ref_model_mixup_alpha: float = setting(
-        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
-    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
     mask_truncated_completions: bool = setting(
         False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
     top_entropy_quantile: float = setting(
@@ -125,9 +119,6 @@ class GRPO(PolicyWithReference):
     #: Whether a token may have an importance weight of its own.
     weights_tokens = True
 
-    # The step of the last move of the reference.
-    _synced_at: int = persistent(0)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_contradictions(self)
@@ -138,10 +129,6 @@ class GRPO(PolicyWithReference):
     @property
     def wants_reference(self) -> bool:
         return self.beta > 0
-
-    @property
-    def reference_is_frozen(self) -> bool:
-        return not self.hparams["sync_ref_model"]
 
     @property
     def compares_groups(self) -> bool:
@@ -342,22 +329,6 @@ class GRPO(PolicyWithReference):
             width = self.most_over_ranks(values.shape[1])
             values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
         return mask & (entropy >= quantile(values, 1 - self.top_entropy_quantile))
-
-    # ---------------------------------------------------------------- reference
-
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super()._on_train_batch_start(batch, batch_idx)
-        self.sync_reference()
-
-    @torch.no_grad()
-    def sync_reference(self) -> None:
-        """Updates the reference, π_ref ← α π + (1 - α) π_ref, every ``ref_model_sync_steps`` optimizer steps."""
-        step = self.trainer.global_step
-        if not self.hparams["sync_ref_model"] or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
-            return
-        self._synced_at = step
-        for ours, theirs in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-            theirs.lerp_(ours.to(theirs), self.hparams["ref_model_mixup_alpha"])
 
     # ---------------------------------------------------------------- diagnostics
 

@@ -32,9 +32,6 @@ def refuse_contradictions(module: Any) -> None:
     if not hp.beta and (hp.sync_ref_model or reference is not None):
         given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
         raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
-    if hp.sync_ref_model and hp.lora is not None and reference is None:
-        raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
-                         "adapters; set one of them only")  # fmt: skip
     if low is not None and high is not None and low > high:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
@@ -63,11 +60,6 @@ def without_epsilon(module: Any) -> str | None:
 def without_sapo(module: Any) -> str | None:
     """The reason why SAPO's temperatures are idle."""
     return "without loss_type='sapo'; set that" if module.loss_type != "sapo" else None
-
-
-def without_sync(module: Any) -> str | None:
-    """The reason why settings of the reference's updates are idle."""
-    return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
 
 
 def without_correction(module: Any) -> str | None:

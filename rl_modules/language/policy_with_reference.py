@@ -38,6 +38,11 @@ def check_reward_weights(name: str, weights: Any) -> Any:
     return weights
 
 
+def without_sync(module: Any) -> str | None:
+    """The reason why settings of the reference's updates are idle."""
+    return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
+
+
 class PolicyWithReference(LanguagePolicy):
     """A policy with a reference policy and a reward model, either of which may be missing.
 
@@ -57,16 +62,26 @@ class PolicyWithReference(LanguagePolicy):
     ref_model_name_or_path: str | None = setting(
         None, "the reference; None: the policy at its start (under LoRA: the adapters switched off)",
         check=check_folder)  # fmt: skip
+    sync_ref_model: bool = setting(False, "update the reference towards the policy (TR-DPO, arXiv:2404.09656)")
+    ref_model_mixup_alpha: float = setting(
+        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
+    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
     local_rollout_forward_batch_size: int = setting(
         64, "rows per forward pass without gradient; changes memory, not results", least=1,
         attribute="forward_rows")  # fmt: skip
     completions_steps: int = setting(
         100, "optimizer steps between two tables of completions in the loggers; 0: none", least=0)  # fmt: skip
+    # The step of the last update of the reference.
+    _synced_at: int = persistent(0)
     # The step from which on the next table of completions is due.
     _table_due_at: int = persistent(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        hp: Any = self.hparams
+        if self.sync_ref_model and hp.lora is not None and hp.ref_model_name_or_path is None:
+            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
+                             "adapters; set one of them only")  # fmt: skip
         self.reference: Any = None
         self.reward_model: Any = None
         #: The reward model's tokenizer if it encodes texts differently from the policy's, so that they are encoded
@@ -91,7 +106,7 @@ class PolicyWithReference(LanguagePolicy):
     @property
     def reference_is_frozen(self) -> bool:
         """Whether the reference keeps its initial weights; if not, checkpoints must hold its weights."""
-        return True
+        return not self.sync_ref_model
 
     # ---------------------------------------------------------------- models
 
@@ -147,6 +162,23 @@ class PolicyWithReference(LanguagePolicy):
         else:
             with self.model.disable_adapter():
                 yield self.model
+
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super()._on_train_batch_start(batch, batch_idx)
+        self.sync_reference()
+
+    @torch.no_grad()
+    def sync_reference(self) -> bool:
+        """Updates the reference, π_ref ← α π + (1 - α) π_ref, every ``ref_model_sync_steps`` optimizer steps; returns
+        whether it did.
+        """
+        step = self.trainer.global_step
+        if not self.sync_ref_model or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
+            return False
+        self._synced_at = step
+        for ours, theirs in zip(self.model.parameters(), self.reference.parameters(), strict=True):
+            theirs.lerp_(ours.to(theirs), self.hparams["ref_model_mixup_alpha"])
+        return True
 
     # ---------------------------------------------------------------- rewards
 

@@ -46,6 +46,8 @@ class PreferencePolicy(PolicyWithReference):
         path = self.hparams["ref_model_name_or_path"]
         if self.reference_free and path is not None:
             raise UsageError(f"ref_model_name_or_path={path!r} is not read with reference_free=true; give one of them")
+        if self.reference_free and self.sync_ref_model:
+            raise UsageError("sync_ref_model=true does nothing without a reference; set one of it and reference_free")
         self._table_keys: dict[str, str] = {}
 
     @property
@@ -65,7 +67,14 @@ class PreferencePolicy(PolicyWithReference):
             if pairs is not None:
                 self.check_pairs(pairs, f"{data}_pairs")
                 checksum = zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))
-                self._table_keys[data] = f"{data} {checksum}"
+                alpha = self.hparams.get("ld_alpha")
+                self._table_keys[data] = f"{data} {checksum}" if alpha is None else f"{data} {checksum} {alpha}"
+
+    def sync_reference(self) -> bool:
+        """Updates the reference when it is due, and forgets what the old one computed."""
+        if is_updated := super().sync_reference():
+            self._tables.clear()
+        return is_updated
 
     def check_pairs(self, pairs: Any, name: str) -> None:
         """Refuses pairs from which a policy can't learn.
@@ -105,10 +114,14 @@ class PreferencePolicy(PolicyWithReference):
         chosen, rejected = table[index].to(batch["tokens"].device).unbind(1)
         return chosen, rejected
 
+    def sums(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Returns log π of answers, [2b], from that of their tokens, [2b, L]."""
+        return log_prob.sum(-1)
+
     @torch.no_grad()
     def _compute_reference(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with self.reference_model() as reference:
-            chosen, rejected = pair_log_probs(reference, batch)[0].sum(-1).chunk(2)
+            chosen, rejected = self.sums(pair_log_probs(reference, batch)[0], batch).chunk(2)
         return chosen, rejected
 
     def _table(self, data: str, at_least: int) -> Tensor:

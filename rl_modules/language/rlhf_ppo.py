@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import changed, setting
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.contract import CompletionLearner
@@ -84,6 +84,7 @@ class RLHFPPO(PolicyWithReference):
     reward_weights: list[float] | None = changed(
         says="one per reward function, the reward model's last. None: with a reward model, its score only (reward "
         "functions are logged); without one, all 1")  # fmt: skip
+    sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps = fixed(False), fixed(), fixed()
     learning_rate: float = changed(default=3e-6, says="peak step size, of the value model too")
 
     #: β at the moment, which changes under ``target_kl``; a run that resumes with another argument starts from that.

@@ -48,14 +48,9 @@ def stand_in(**settings):
 def trl_dpo(log_prob, mask, ref_chosen, ref_rejected, **settings):
     trainer_class = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
     loss_types = settings.pop("loss_types")
-    trainer = stand_in(
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        loss_types=loss_types,
-        loss_weights=settings.pop("loss_weights", [1.0] * len(loss_types)),
-        use_weighting=False,
-        **settings,
-    )
+    settings = {"ld_alpha": None, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
+                "loss_weights": [1.0] * len(loss_types), **settings}  # fmt: skip
+    trainer = stand_in(loss_types=loss_types, use_weighting=False, **settings)
     # TRL's masks carry one more column, for the first token, which nothing predicts.
     padded = torch.cat((torch.zeros(len(mask), 1, dtype=torch.bool), mask), 1)
     inputs = {
@@ -70,24 +65,44 @@ def trl_dpo(log_prob, mask, ref_chosen, ref_rejected, **settings):
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "smoothing"), [("sigmoid", 0.0), ("ipo", 0.0), ("hinge", 0.0), ("robust", 0.0), ("robust", 0.2)]
-)
+    ("loss_type", "smoothing"),
+    [
+        ("sigmoid", 0.0), ("ipo", 0.0), ("hinge", 0.0), ("robust", 0.0), ("robust", 0.2), ("exo_pair", 0.01),
+        ("nca_pair", 0.0), ("bco_pair", 0.0), ("sppo_hard", 0.0), ("aot", 0.0), ("aot", 0.2), ("aot_unpaired", 0.2),
+        ("apo_zero", 0.0), ("apo_down", 0.0), ("discopop", 0.0), ("sigmoid_norm", 0.0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_dpo_loss_and_gradient_equal_trl(loss_type, smoothing, beta):
     log_prob, mask = token_log_probs(0, 12, 9)
     reference = log_prob.sum(-1) + randn(1, 12, dtype=torch.float64)
     ours_input, trl_input = log_prob.clone().requires_grad_(), log_prob.clone().requires_grad_()
     expected, _ = trl_dpo(
-        trl_input, mask, *reference.chunk(2), loss_types=[loss_type], beta=beta, label_smoothing=smoothing
-    )
-    sums, ref_sums = ours_input.sum(-1), reference
-    if loss_type == "ipo":
-        sums, ref_sums = sums / mask.sum(-1), ref_sums / mask.sum(-1)
-    ours = dpo_loss(*sums.chunk(2), *ref_sums.chunk(2), beta, loss_type, smoothing)
-    torch.testing.assert_close(ours, expected, **TOLERANCE)
+        trl_input, mask, *reference.chunk(2), loss_types=[loss_type], beta=beta, label_smoothing=smoothing,
+        args=SimpleNamespace(discopop_tau=0.05),
+    )  # fmt: skip
+    lengths = dict(zip(("chosen_length", "rejected_length"), mask.sum(-1).chunk(2), strict=True))
+    ours = dpo_loss(*ours_input.sum(-1).chunk(2), *reference.chunk(2), beta, loss_type, smoothing, **lengths)
+    # TRL has EXO's ε in float32.
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if loss_type == "exo_pair" else TOLERANCE
+    torch.testing.assert_close(ours, expected, **tolerance)
     (gradient,) = torch.autograd.grad(ours, ours_input)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, trl_input)[0], **TOLERANCE)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, trl_input)[0], **tolerance)
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "discopop"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_divergences_equal_trl(divergence, loss_type):
+    log_prob, mask = (x.float() for x in token_log_probs(0, 12, 9))  # TRL has no bound for float64
+    mask = mask.bool()
+    reference = log_prob.sum(-1) + randn(1, 12)
+    options = {"f_divergence_type": divergence, "f_alpha_divergence_coef": 0.3}
+    expected, _ = trl_dpo(log_prob, mask, *reference.chunk(2), loss_types=[loss_type], beta=0.4, label_smoothing=0.0,
+                          args=SimpleNamespace(discopop_tau=0.05), **options)  # fmt: skip
+    lengths = dict(zip(("chosen_length", "rejected_length"), mask.sum(-1).chunk(2), strict=True))
+    ours = dpo_loss(*log_prob.sum(-1).chunk(2), *reference.chunk(2), 0.4, loss_type, **lengths, **options)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_label_smoothing_equals_trls_cpo_with_the_reference_taken_off():
@@ -159,6 +174,31 @@ def test_simpo_and_the_odds_ratio_equal_trl():
     torch.testing.assert_close(odds_ratio_loss(chosen, rejected), -losses.mean(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["cpo", "simpo"])
+def test_the_step_without_a_reference_equals_trls_cpo(loss_type):
+    """CPO as its trainer computes it: the loss of the pair plus the chosen answers' likelihood per token."""
+    from rl_modules import DPO
+
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    more = {"simpo_gamma": 0.7} if loss_type == "simpo" else {}
+    module, recorded = prepared(DPO(model_config=TINY, beta=0.6, loss_type=loss_type, **more))
+    assert module.reference is None
+    loss, gradients, parameters = step_of(module, PROMPTS, CHOSEN, REJECTED, False)
+    tokens, mask = rows_as_in_trl(PROMPTS * 2, CHOSEN + REJECTED)
+    log_prob = fused(module.model)(tokens, tokens.masked_fill(mask == 0, -100)).log_probs
+    sums, lengths = log_prob.sum(-1), mask.sum(-1)
+    trainer = SimpleNamespace(alpha=0.0, accelerator=SimpleNamespace(device="cpu"), beta=0.6, label_smoothing=0.0,
+                              loss_type="sigmoid" if loss_type == "cpo" else loss_type, simpo_gamma=0.7)  # fmt: skip
+    losses, chosen_reward, _ = cpo.cpo_loss(trainer, *(sums if loss_type == "cpo" else sums / lengths).chunk(2))
+    expected = losses.mean()
+    if loss_type == "cpo":
+        expected = expected - log_prob[:4].sum() / lengths[:4].sum()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert recorded["rewards/chosen"] == pytest.approx(chosen_reward.mean().item(), rel=1e-6)
+
+
 # --- whole modules -------------------------------------------------------------------------------------------------
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -221,6 +261,8 @@ def step_of(module, prompts, chosen, rejected, packing, **more):
 @pytest.mark.parametrize("arguments", [
     {"loss_type": "sigmoid"}, {"loss_type": "ipo"}, {"loss_type": "hinge"},
     {"loss_type": "robust", "label_smoothing": 0.2}, {"loss_type": "sigmoid", "rpo_alpha": 0.7},
+    {"loss_type": "aot"}, {"loss_type": "apo_down", "ld_alpha": 0.3}, {"f_divergence_type": "js_divergence"},
+    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},  # MPO
 ])  # fmt: skip
 def test_the_step_of_dpo_equals_trls(arguments, packing):
     from rl_modules import DPO
@@ -230,14 +272,21 @@ def test_the_step_of_dpo_equals_trls(arguments, packing):
     tokens, mask = rows_as_in_trl(PROMPTS * 2, CHOSEN + REJECTED)
     trainer_class = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
     alpha = arguments.get("rpo_alpha")
+    names = arguments.get("loss_type", "sigmoid")
+    names = [names] if isinstance(names, str) else names
+    weights = arguments.get("loss_weights", [1.0])
     trainer = stand_in(
-        ld_alpha=None, f_divergence_type="reverse_kl", use_weighting=False, beta=0.3,
-        label_smoothing=arguments.get("label_smoothing", 0.0),
-        loss_types=[arguments["loss_type"], *(["sft"] if alpha else [])], loss_weights=[1.0, alpha] if alpha else [1.0],
+        ld_alpha=arguments.get("ld_alpha"), f_divergence_type=arguments.get("f_divergence_type", "reverse_kl"),
+        use_weighting=False, beta=0.3, label_smoothing=arguments.get("label_smoothing", 0.0),
+        loss_types=[*names, *(["sft"] if alpha else [])], loss_weights=[*weights, *([alpha] if alpha else [])],
     )  # fmt: skip
-    labels = tokens.masked_fill(mask == 0, -100)
     with torch.no_grad():
-        reference = fused(module.reference)(tokens, labels).log_probs.sum(-1)
+        reference = fused(module.reference)(tokens, tokens.masked_fill(mask == 0, -100)).log_probs
+    if trainer.ld_alpha is not None:
+        number = mask[:, 1:].cumsum(-1)
+        shorter = mask.sum(-1).view(2, 4).min(0).values.repeat(2)
+        reference = reference * torch.where(number > shorter[:, None], trainer.ld_alpha, 1.0)
+    reference = reference.sum(-1)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": mask,
               "ref_chosen_logps": reference[:4], "ref_rejected_logps": reference[4:]}  # fmt: skip
     expected = trainer_class._compute_loss(trainer, fused(module.model), inputs, False)

@@ -44,7 +44,8 @@ SIGNATURES = {
     "soft_q_target": "(reward, terminated, next_q, next_log_prob, alpha, gamma)",
     "dpo_loss": (
         "(chosen_log_prob, rejected_log_prob, ref_chosen_log_prob, ref_rejected_log_prob, beta=0.1, "
-        "loss_type='sigmoid', label_smoothing=0.0)"
+        "loss_type='sigmoid', label_smoothing=0.0, *, chosen_length=None, rejected_length=None, "
+        "f_divergence_type='reverse_kl', f_alpha_divergence_coef=0.5, discopop_tau=0.05, simpo_gamma=0.5)"
     ),
     "kto_loss": ("(log_prob, ref_log_prob, desirable, kl, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)"),
     "simpo_loss": "(chosen_log_prob, rejected_log_prob, beta=2.0, simpo_gamma=0.5)",

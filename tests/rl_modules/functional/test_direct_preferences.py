@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_modules.functional import bradley_terry_loss, dpo_loss, kto_loss, odds_ratio_loss, simpo_loss
+from rl_modules.functional.pair_losses import length_desensitized
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -14,18 +15,52 @@ def log_sigmoid(x):
     return -math.log1p(math.exp(-x)) if x > -30 else x
 
 
+def sigma(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def blended(x, e):
+    return -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
+
+
+def bernoulli_kl(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def discopop_by_hand(x, tau):
+    w = sigma(x / tau)
+    return w * math.exp(-x) - (1 - w) * log_sigmoid(x)
+
+
+#: From the log-ratios (or scores) of both answers, β and ε.
+BY_HAND = {
+    "sigmoid": lambda c, r, b, e: blended(b * (c - r), e),
+    "sigmoid_norm": lambda c, r, b, e: blended(b * (c - r), e),
+    "cpo": lambda c, r, b, e: blended(b * (c - r), e),
+    "simpo": lambda c, r, b, e: blended(b * (c - r) - 0.5, e),
+    "robust": lambda c, r, b, e: (-(1 - e) * log_sigmoid(b * (c - r)) + e * log_sigmoid(b * (r - c))) / (1 - 2 * e),
+    "ipo": lambda c, r, b, e: (c - r - 1 / (2 * b)) ** 2,
+    "hinge": lambda c, r, b, e: max(0.0, 1 - b * (c - r)),
+    "exo_pair": lambda c, r, b, e: bernoulli_kl(sigma(b * (c - r)), 1 - e),
+    "nca_pair": lambda c, r, b, e: -log_sigmoid(b * c) - log_sigmoid(-b * c) / 2 - log_sigmoid(-b * r) / 2,
+    "bco_pair": lambda c, r, b, e: -log_sigmoid(b * c) - log_sigmoid(-b * r),
+    "sppo_hard": lambda c, r, b, e: (c - 0.5 / b) ** 2 + (r + 0.5 / b) ** 2,
+    "apo_zero": lambda c, r, b, e: 1 - sigma(b * c) + sigma(b * r),
+    "apo_down": lambda c, r, b, e: sigma(b * c) + 1 - sigma(b * (c - r)),
+    "discopop": lambda c, r, b, e: discopop_by_hand(b * (c - r), 0.05),
+}
+WITHOUT_LABELS = ("ipo", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+
+
 def dpo_by_hand(rows, beta, kind, smoothing):
-    total = 0.0
-    for chosen, rejected, ref_chosen, ref_rejected in rows:
-        lead = (chosen - rejected) - (ref_chosen - ref_rejected)
-        right, wrong = -log_sigmoid(beta * lead), -log_sigmoid(-beta * lead)
-        total += {
-            "sigmoid": (1 - smoothing) * right + smoothing * wrong,
-            "robust": ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing),
-            "ipo": (lead - 1 / (2 * beta)) ** 2,
-            "hinge": max(0.0, 1 - beta * lead),
-        }[kind]
-    return total / len(rows)
+    if kind == "aot":
+        policy, reference = sorted(row[0] - row[1] for row in rows), sorted(row[2] - row[3] for row in rows)
+        return sum(blended(beta * (x - y), smoothing) for x, y in zip(policy, reference, strict=True)) / len(rows)
+    ratios = [(row[0] - row[2], row[1] - row[3]) for row in rows]
+    if kind == "aot_unpaired":
+        ratios = list(zip(*(sorted(column) for column in zip(*ratios, strict=True)), strict=True))
+        kind = "sigmoid"
+    return sum(BY_HAND[kind](c, r, beta, smoothing) for c, r in ratios) / len(rows)
 
 
 def test_hand_worked_dpo_losses():
@@ -47,12 +82,63 @@ def test_hand_worked_dpo_losses():
 
 
 @repeatable
-@given(seeds, st.sampled_from(["sigmoid", "robust", "ipo", "hinge"]), st.floats(0.05, 2), st.floats(0, 0.4))
+@given(seeds, st.sampled_from([*BY_HAND, "aot", "aot_unpaired"]), st.floats(0.05, 2), st.floats(0.01, 0.4))
 def test_dpo_against_python_numbers(seed, kind, beta, smoothing):
-    smoothing = 0.0 if kind in ("ipo", "hinge") else smoothing
+    smoothing = 0.0 if kind in WITHOUT_LABELS else smoothing
     rows = 3 * randn(seed, 6, 4)
     expected = dpo_by_hand(rows.tolist(), beta, kind, smoothing)
-    assert dpo_loss(*rows.unbind(1), beta, kind, smoothing).item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert dpo_loss(*rows.unbind(1), beta, kind, smoothing).item() == pytest.approx(expected, rel=1e-11, abs=1e-11)
+
+
+@repeatable
+@given(seeds, st.sampled_from(["sigmoid_norm", "ipo", "simpo"]))
+def test_means_over_tokens_are_the_sums_over_the_lengths(seed, kind):
+    rows, lengths = randn(seed, 4, 6), torch.tensor([[1, 2, 3, 4, 5, 6], [7, 1, 2, 9, 3, 1]])
+    means = rows / torch.cat([lengths, lengths])[[0, 1, 0, 1]]
+    found = dpo_loss(*rows, 0.7, kind, chosen_length=lengths[0], rejected_length=lengths[1])
+    torch.testing.assert_close(found, dpo_loss(*means, 0.7, kind))
+
+
+#: f of the divergence E_ref[f(u)], whose derivative at u the score is, but for a constant.
+GENERATORS = {
+    "reverse_kl": lambda u: u * u.log(),
+    "forward_kl": lambda u: -u.log(),
+    "js_divergence": lambda u: u * u.log() - (u + 1) * ((u + 1) / 2).log(),
+    "alpha_divergence": lambda u: (u**0.3 - 0.3 * u - 0.7) / (0.3 * -0.7),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_scores_of_a_divergence_are_its_generators_slopes(name):
+    chosen, rejected, ref_chosen, ref_rejected = randn(0, 4, 9)
+    slopes = []
+    for ratio in (chosen - ref_chosen, rejected - ref_rejected):
+        u = ratio.exp().requires_grad_()
+        slopes.append(torch.autograd.grad(GENERATORS[name](u).sum(), u)[0])
+    zero = torch.zeros(9, dtype=torch.float64)
+    options = {"f_divergence_type": name, "f_alpha_divergence_coef": 0.3}
+    for kind in ("sigmoid", "hinge", "discopop"):
+        found = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.4, kind, **options)
+        torch.testing.assert_close(found, dpo_loss(*slopes, zero, zero, 0.4, kind))
+
+
+def test_an_alpha_divergence_near_1_is_the_reverse_kl_and_at_0_the_forward_kl():
+    rows = randn(0, 4, 9)
+    for alpha, name in ((1.0, "reverse_kl"), (0.0, "forward_kl")):
+        found = dpo_loss(*rows, 0.4, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=alpha)
+        torch.testing.assert_close(found, dpo_loss(*rows, 0.4, f_divergence_type=name))
+    far = torch.full((1,), -1e4)
+    for name in GENERATORS:
+        found = dpo_loss(far.requires_grad_(), -far.detach(), torch.zeros(1), torch.zeros(1), f_divergence_type=name)
+        assert found.isfinite() and torch.autograd.grad(found, far)[0].isfinite()
+
+
+def test_length_desensitization_weighs_the_tail_of_the_longer_answer():
+    log_prob = torch.tensor([[-1.0, -2.0, -4.0], [-1.0, 0.0, 0.0], [-3.0, -5.0, 0.0], [-2.0, -7.0, -9.0]])
+    chosen, rejected = torch.tensor([3, 1]), torch.tensor([2, 3])
+    found = length_desensitized(log_prob, chosen, rejected, 0.5)
+    assert found.tolist() == [-1 - 2 - 0.5 * 4, -1.0, -8.0, -2 - 0.5 * 16]
+    assert torch.equal(length_desensitized(log_prob, chosen, rejected, 1.0), log_prob.sum(-1))
 
 
 def test_dpo_is_the_reward_models_loss_on_implicit_rewards():
@@ -69,6 +155,14 @@ def test_robust_dpo_is_unbiased_under_flipped_labels():
     flipped = dpo_loss(rejected, chosen, ref_rejected, ref_chosen, 0.5, "robust", noise)
     clean = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.5)
     torch.testing.assert_close((1 - noise) * right + noise * flipped, clean)
+
+
+@pytest.mark.parametrize("kind", ["exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
+                                  "aot", "aot_unpaired", "simpo"])  # fmt: skip
+def test_the_gradients_of_its_relatives(kind):
+    reference, smoothing = [randn(i, 5) for i in (2, 3)], 0.1 if kind == "exo_pair" else 0.0
+    policy = [randn(i, 5).requires_grad_() for i in (0, 1)]
+    assert torch.autograd.gradcheck(lambda a, b: dpo_loss(a, b, *reference, 0.5, kind, smoothing), policy)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "robust", "ipo", "hinge"])
@@ -113,6 +207,16 @@ def test_dpo_refuses_by_name():
         dpo_loss(row, row, row, row, label_smoothing=0.5)
     with pytest.raises(ValueError, match=r"^label_smoothing must be 0 for loss_type 'hinge'"):
         dpo_loss(row, row, row, row, loss_type="hinge", label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"^label_smoothing must be above 0 for loss_type 'exo_pair'"):
+        dpo_loss(row, row, row, row, loss_type="exo_pair")
+    with pytest.raises(ValueError, match=r"^f_divergence_type must be 'reverse_kl' for loss_type 'apo_zero'"):
+        dpo_loss(row, row, row, row, loss_type="apo_zero", f_divergence_type="forward_kl")
+    with pytest.raises(ValueError, match=r"^f_divergence_type must be one of"):
+        dpo_loss(row, row, row, row, f_divergence_type="kl")
+    with pytest.raises(ValueError, match=r"^chosen_length has shape"):
+        dpo_loss(row, row, row, row, chosen_length=column)
+    with pytest.raises(ValueError, match=r"^discopop_tau must be"):
+        dpo_loss(row, row, row, row, discopop_tau=0.0)
 
 
 def test_hand_worked_kto_losses():

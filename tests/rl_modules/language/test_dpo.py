@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules.language.preference import PreferenceDataModule
 from datamodules.language.sequences import Pairs
-from rl_modules import DPO
+from rl_modules import DPO, KTO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import dpo_loss
 from rl_modules.language.fast.packing import can_pack_pairs
@@ -384,9 +384,80 @@ def test_it_writes_completions(make_trainer, data):
     assert written.tokens.shape[0] == 2
 
 
+@pytest.mark.parametrize("make", [DPO, KTO])
+def test_the_reference_follows_the_policy_and_its_table_begins_again(make, make_trainer, data):
+    """TR-DPO, arXiv:2404.09656: a soft update every so many steps, whose log-probabilities are those of the new
+    reference.
+    """
+    module = make(model_config=TINY, learning_rate=1e-2, sync_ref_model=True, ref_model_sync_steps=2,
+                  ref_model_mixup_alpha=0.25)  # fmt: skip
+    policies, references = [], []
+
+    class Remember(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *others):
+            references.append(torch.cat([p.flatten() for p in pl_module.reference.parameters()]))
+            policies.append(torch.cat([p.detach().flatten() for p in pl_module.model.parameters()]))
+            kept = torch.stack(pl_module.reference_log_probs(next(iter(seen)), "train"))
+            now = torch.stack(pl_module.reference_log_probs({**next(iter(seen)), "index": None}, "train"))
+            torch.testing.assert_close(kept, now, atol=1e-5, rtol=1e-5)
+
+    seen: list[Any] = []
+
+    class Kept(type(module)):
+        def training_step(self, batch, batch_idx):
+            seen[:] = [batch]
+            return super().training_step(batch, batch_idx)
+
+        def reference_log_probs(self, batch, data):
+            return super().reference_log_probs({k: v for k, v in batch.items() if v is not None}, data)
+
+    module.__class__ = Kept
+    make_trainer(max_steps=5, callbacks=[Remember()]).fit(module, datamodule=data())
+    for step in (1, 3):
+        assert torch.equal(references[step], references[step - 1]) and not torch.equal(*references[step : step + 2])
+        torch.testing.assert_close(references[step + 1], 0.25 * policies[step] + 0.75 * references[step])
+
+
+def test_simpo_cpo_and_orpo_keep_no_reference(make_trainer, data):
+    for name in ("simpo", "cpo", "orpo"):
+        module = model(loss_type=name, learning_rate=1e-2, logging_steps=1)
+        make_trainer(max_steps=12).fit(module, datamodule=data())
+        assert module.reference is None
+        assert module.latest_metrics["train/rewards/accuracies"] > 0.9, name
+        assert ("train/nll_loss" in module.latest_metrics) == (name != "simpo")
+
+
+def test_orpo_is_the_likelihood_and_the_odds_ratio():
+    module = model(loss_type="orpo", beta=0.3)
+    module.configure_model()
+    module.record = lambda *weight, **metrics: None
+    prompts, chosen, rejected = [[5, 6, 7], [3], [8, 9]], [[9, 1], [10, 11, 1], [1]], [[12, 13, 14, 1], [1], [15, 1]]
+    pairs = Pairs(prompts, chosen, rejected)
+    batch = {**pairs.batch(torch.arange(3), False), "n_micro": 1, "step_pairs": 3, "step_chosen_tokens": 6,
+             "num_tokens": 0}  # fmt: skip
+    means = [[plain_log_prob(module.model, p, a) / len(a) for p, a in zip(prompts, side, strict=True)]
+             for side in (chosen, rejected)]  # fmt: skip
+    expected = -sum(mean * len(a) for mean, a in zip(means[0], chosen, strict=True)) / 6
+    odds = [[m.exp() / (1 - m.exp()) for m in side] for side in means]
+    expected -= sum(0.3 * (c / r).log().sigmoid().log() for c, r in zip(*odds, strict=True)) / 3
+    torch.testing.assert_close(module.training_step(batch, 0), expected)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
+    ({"loss_type": ["sigmoid", "sigmoid"]}, "must name different losses"),
+    ({"loss_type": "sft"}, "must name different losses, and at least one of two answers"),
+    ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "are 1 numbers for loss_type"),
+    ({"loss_weights": [-1.0]}, "must be finite numbers above 0, one per loss"),
+    ({"loss_type": ["sigmoid", "sft"], "rpo_alpha": 1.0}, "weigh the same term"),
+    ({"loss_type": "exo_pair"}, "label_smoothing=0 leaves loss_type='exo_pair' without a bound"),
+    ({"loss_type": "aot", "f_divergence_type": "forward_kl"}, "is not defined for loss_type='aot'"),
+    ({"loss_type": "simpo", "ref_model_name_or_path": "x"}, "simpo has no reference policy"),
+    ({"loss_type": ["cpo", "hinge"]}, "cpo has no reference policy; give it no other loss"),
+    ({"ld_alpha": 1.5}, "ld_alpha=1.5 must lie in"),
+    ({"reference_free": True, "sync_ref_model": True}, "sync_ref_model=true does nothing without a reference"),
+    ({"sync_ref_model": True, "lora": {"r": 2}}, "can't move the reference under lora"),
     ({"beta": 0.0}, "beta=0.0 must be a finite number above 0"),
-    ({"loss_type": "logistic"}, "loss_type='logistic' must be one of sigmoid, ipo, hinge, robust"),
+    ({"loss_type": "logistic"}, "loss_type='logistic' must be one of sigmoid, robust, hinge, ipo"),
     ({"label_smoothing": 0.5}, "label_smoothing=0.5 must lie in"),
     ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 does nothing for loss_type='ipo'"),
     ({"rpo_alpha": 0.0}, "rpo_alpha=0.0 must be a finite number above 0"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from datamodules import InstructionDataModule, PromptDataModule
-from rl_modules import GRPO, RLOO, SFT
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules import DPO, GRPO, RLOO, SFT
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import fit
@@ -81,6 +81,20 @@ def test_what_another_loss_reads_is_named(arguments, sentence):
     data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0)
     with pytest.warns(UserWarning, match=sentence):
         fit(GRPO(model_config=TINY, max_completion_length=4, **arguments), data, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 does nothing without loss_type=simpo"),
+        ({"discopop_tau": 0.1}, "discopop_tau=0.1 does nothing without loss_type=discopop"),
+        ({"f_alpha_divergence_coef": 0.1}, "does nothing without f_divergence_type=alpha_divergence"),
+    ],
+)  # fmt: skip
+def test_what_another_loss_of_dpo_reads_is_named(arguments, sentence):
+    data = PreferenceDataModule("paths", batch_size=4, n_train=8, eval_steps=0)
+    with pytest.warns(UserWarning, match=sentence):
+        fit(DPO(model_config=TINY, **arguments), data, max_steps=1)
 
 
 class WithDemonstrations(GRPO):
