@@ -71,7 +71,8 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
     def fitting(self, lengths: list[int]) -> list[int]:
         """Numbers of the records that are short enough; others are refused, or left out with a notice."""
         remedy = "raise max_length" if self.limit < self.policy.max_length else "take a model with more positions"
-        return fitting(lengths, self.limit, self.source, self.overlong, self.noun, remedy)
+        overlong = "error" if self.overlong == "error" else "drop"
+        return fitting(lengths, self.limit, self.source, overlong, self.noun, remedy)
 
     # ---------------------------------------------------------------- training batches
 

@@ -13,7 +13,7 @@ from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
 from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
-from datamodules.language.records import NothingUsable, as_judgement, as_preference, refuse
+from datamodules.language.records import NothingUsable, as_judgement, as_preference, decoded, place_of, refuse
 from datamodules.language.sequences import Pairs
 from datamodules.language.sources import fitting, load_records
 from rl_modules.common.errors import UsageError
@@ -26,9 +26,12 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
 
     A record has ``prompt``, ``chosen``, ``rejected`` and optionally a ``margin`` in units of reward and the
     ``probability`` with which the chosen answer wins. Without ``prompt``, the common beginning of both answers is the
-    prompt. Answers are texts or lists of chat messages. For a module that learns from single answers (its attribute
-    ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record may instead have ``prompt``, ``completion`` and
-    ``label``, true where the answer is good; pairs become two such records, and "pairs" below are answers.
+    prompt. Answers are texts or lists of chat messages, also of several turns: all that follows the prompt counts. Rows
+    may be token ids: ``prompt_ids`` with ``chosen_ids`` and ``rejected_ids``, or ``completion_ids``.
+
+    For a module that learns from single answers (its attribute ``unpaired`` is true, as
+    :class:`~rl_modules.KTO`'s), a record may instead have ``prompt``, ``completion`` and ``label``, true where the
+    answer is good; pairs become two such records, and "pairs" below are answers.
 
     One epoch is one pass over the pairs, in an order of its own; it leaves out the last pairs, which do not fill an
     optimizer step.
@@ -46,6 +49,14 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     max_length: int | None = setting(
         None, "maximum number of tokens of prompt, answer and EOS together; None: the model's limit. ``overlong`` "
         "selects what happens to longer ones", least=2)  # fmt: skip
+    overlong = changed(
+        says="what to do with records that are longer: ``error``, ``drop`` with a printed count, or ``truncate``, as "
+        "``truncation_mode`` says; records whose prompt leaves no room are then dropped",
+        one_of=("error", "drop", "truncate"))  # fmt: skip
+    truncation_mode: str = setting(
+        "keep_start", "what ``truncate`` keeps: ``keep_start``, the prompt and the beginning of both answers; or "
+        "``keep_end``, both answers and the end of the prompt", one_of=("keep_start", "keep_end"),
+        idle=lambda data: data.overlong != "truncate" and "without overlong=truncate")  # fmt: skip
     packing: bool | None = setting(
         None, "concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are "
         "computed once and little is padded; scores and steps do not change. The mask's memory grows with the square "
@@ -133,6 +144,10 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         """Converts any form of a preference to ``prompt`` and two answers, or ``completion`` and ``label``; checks the
         values.
         """
+        if row.get("prompt_ids") is not None:
+            single = self.unpaired and row.get("chosen_ids") is None
+            sides = ("completion",) if single else ("chosen", "rejected")
+            row = decoded(row, place, ("prompt", *sides), self.policy.tokenizer)
         if self.unpaired:
             return as_judgement(row, place)
         if row.get("label") is not None and row.get("completion") is not None and row.get("chosen") is None:
@@ -151,6 +166,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         if self.unpaired:
             return self._encode_judgements(unpair(records))
         prompts, (chosen, rejected) = self.encode_answers(records, "chosen", "rejected")
+        prompts, (chosen, rejected) = self.shortened(prompts, chosen, rejected)
         kept = self.fitting([len(p) + max(len(c), len(r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)])
         different = [i for i in kept if chosen[i] != rejected[i]]
         if equal := len(kept) - len(different):
@@ -172,6 +188,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         is fixed, so that reference log-probabilities are computed once; one that does not fit after the prompt is cut.
         """
         prompts, (answers,) = self.encode_answers(records, "completion")
+        prompts, (answers,) = self.shortened(prompts, answers)
         kept = self.fitting([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])
         if len(kept) < 2:
             raise NothingUsable(f"{self.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, "
@@ -182,6 +199,37 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
              "rejected_ids": answers[kept[partner]][: self.limit - len(prompts[i])]}
             for i, partner in zip(kept, mismatched([prompts[i] for i in kept]), strict=True)
         ]  # fmt: skip
+
+    def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """Token ids of the records' prompts and answers; those of rows that came as token ids are taken as they are."""
+        given = [record.get("prompt_ids") is not None for record in records]
+        if not any(given):
+            return super().encode_answers(records, *names)
+        if not all(given):
+            place = place_of(records[given.index(False)], self.source)
+            raise refuse(place, "prompt_ids", "is missing, and other rows have token ids; give them in all or in none")
+        sides = [[list(record[f"{name}_ids"]) for record in records] for name in names]
+        return [list(record["prompt_ids"]) for record in records], sides
+
+    def shortened(self, prompts: list[list[int]], *sides: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+        """Prompts and answers cut to ``limit`` tokens together under ``overlong="truncate"``; an answer without a token
+        left stays whole, so that its record is dropped.
+        """
+        if self.overlong != "truncate":
+            return prompts, list(sides)
+        if not isinstance(self.policy, PredictsAnswers):
+            raise UsageError("overlong='truncate' would cut the end of answers, where a reward model reads its score; "
+                             "set error or drop")  # fmt: skip
+        limit, cut = self.limit, []
+        for prompt, *answers in zip(prompts, *sides, strict=True):
+            if self.truncation_mode == "keep_end":
+                # One prompt precedes both answers, and something must predict their first token.
+                prompt = prompt[-max(1, limit - max(map(len, answers))) :]
+                cut.append((prompt, *(answer[-(limit - len(prompt)) :] for answer in answers)))
+            else:
+                cut.append((prompt, *(answer[: max(0, limit - len(prompt))] or answer for answer in answers)))
+        shorter, *rest = zip(*cut, strict=True) if cut else ([] for _ in range(1 + len(sides)))
+        return list(shorter), [list(side) for side in rest]
 
     @property
     def limit(self) -> int:
@@ -311,8 +359,10 @@ def unpair(records: list[Record]) -> list[Record]:
             single.append(record)
             continue
         rest = {name: value for name, value in record.items() if name not in ("chosen", "rejected", "probability")}
-        single += [{**rest, "completion": record["chosen"], "label": True},
-                   {**rest, "completion": record["rejected"], "label": False}]  # fmt: skip
+        single += [
+            {**rest, "completion": record[side], "completion_ids": record.get(f"{side}_ids"), "label": side == "chosen"}
+            for side in ("chosen", "rejected")
+        ]
     return single
 
 

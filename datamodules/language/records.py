@@ -124,16 +124,17 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
-    """An answer, checked: a text, or a list of exactly one message of the assistant. A message that has nothing but its
-    text becomes the text. Others keep what the chat template may read.
+    """An answer, checked: a text, or a list of messages whose last one is the assistant's. A single message that has
+    nothing but its text becomes the text. Others keep what the chat template may read.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return as_text(value, what)
     messages = as_messages(value, what) if value else []
-    if [message["role"] for message in messages] != ["assistant"]:
-        raise UsageError(f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where exactly "
-                         "one of the assistant should be; end it there, or leave the row out")  # fmt: skip
-    return str(messages[0]["content"]) if set(messages[0]) == {"role", "content"} else messages
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UsageError(f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where the last "
+                         "one should be the assistant's; end it there, or leave the row out")  # fmt: skip
+    is_text = len(messages) == 1 and set(messages[0]) == {"role", "content"}
+    return str(messages[0]["content"]) if is_text else messages
 
 
 def as_text(value: Any, what: str) -> str:
@@ -182,8 +183,8 @@ def as_preference(row: Record, place: str) -> Record:
     """A row as ``prompt`` (text or messages), ``chosen`` and ``rejected`` (see :func:`as_answer`), and perhaps
     ``margin``; a row in which an answer is missing is unchanged.
 
-    Answers may be lists of chat messages, of which the last one is the answer; the messages before it, which both
-    lists share, belong to the prompt. If texts have no prompt, the prompt is their common beginning up to its last
+    Answers may be lists of chat messages; those at the beginning that both lists share belong to the prompt, and all
+    that follow to the answer. If texts have no prompt, the prompt is their common beginning up to its last
     white space.
     """
     row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
@@ -226,9 +227,10 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if len(messages) != shared + 1:
-            raise refuse(place, name, f"has {len(messages) - shared} messages after the {shared} that both answers "
-                         "share, where exactly one with role and content should be")  # fmt: skip
+        if not messages:
+            raise refuse(place, name, "is an empty list, where messages with role and content should be")
+    if not shared and prompt is None:
+        raise refuse(place, "chosen", "and 'rejected' share no message, and there is no prompt; give the prompt")
     if shared:
         before = chosen[:shared]
         if isinstance(prompt, list) and prompt != before:
@@ -236,9 +238,21 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
             # One message that is the prompt in words stays in words, for tokenizers without a chat template.
             prompt = before
-    answers = {name: as_answer(messages[-1:], f"{place}: {name!r}")
+    answers = {name: as_answer(messages[shared:], f"{place}: {name!r}")
                for name, messages in (("chosen", chosen), ("rejected", rejected))}  # fmt: skip
     return {"prompt": prompt, **answers}
+
+
+def decoded(row: Record, place: str, names: Sequence[str], tokenizer: Any) -> Record:
+    """A row whose texts are given as token ids, ``prompt_ids`` and an answer's, with the texts that they spell."""
+    texts = {}
+    for name in names:
+        ids = row.get(f"{name}_ids")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
+            raise refuse(place, f"{name}_ids", f"is {short(ids)}, where a list of token ids from 0 to "
+                         f"{len(tokenizer) - 1} should be; a row has all its texts as ids, or none")  # fmt: skip
+        texts[name] = tokenizer.decode(ids)
+    return {**row, **texts}
 
 
 def as_judgement(row: Record, place: str) -> Record:

@@ -340,7 +340,7 @@ def test_answers_keep_what_is_more_than_their_text(key):
     assert as_preference(pair, "here") == {**pair, "chosen": "yo"}
     assert as_judgement(judgement, "here") == judgement
     assert as_judgement({**judgement, "completion": CHAT[1:2]}, "here")["completion"] == "yo"
-    with pytest.raises(UsageError, match="here: 'completion' has messages of user, where exactly one of the assistant"):
+    with pytest.raises(UsageError, match="here: 'completion' has messages of user, where the last one should"):
         as_judgement({**judgement, "completion": CHAT[:1]}, "here")
 
 

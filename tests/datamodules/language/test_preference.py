@@ -400,15 +400,20 @@ PARTING = {
         ({**ABC, "margin": math.nan}, "JSON that can't be read \\(NaN"),
         ({**ABC, "margin": True}, "'margin' is True, where a number"),
         ({**ABC, "chosen": [say("assistant", "b")]}, "'chosen' is a (list|str) and 'rejected' a (list|str)"),
-        (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
-        ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
+        (PARTING, "'chosen' and 'rejected' share no message, and there is no prompt"),
+        ({"chosen": [], "rejected": []}, "'chosen' is an empty list"),
+        (
+            {"prompt_ids": [5], "chosen_ids": [5, 6], "rejected_ids": [5, 10**6]},
+            "'rejected_ids' is list .*, where a list of token ids from 0 to",
+        ),
+        ({"prompt_ids": [5], "chosen_ids": [5, 6], "rejected": "a"}, "'rejected_ids' is NoneType None, where a list"),
         (
             {"prompt": "a", "chosen": [CALL], "rejected": [say("assistant", "b")]},
             "the prompts or answers are .* no chat template",
         ),
         (
             {"chosen": [say("user", "a"), say("user", "b")], "rejected": [say("user", "a"), say("assistant", "c")]},
-            "'chosen' has messages of user, where exactly one of the assistant",
+            "'chosen' has messages of user, where the last one should be the assistant's",
         ),
         ("{not json", "not valid JSON"),
     ],
@@ -429,6 +434,64 @@ def test_pairs_whose_answers_are_equal_are_left_out_or_refused(jsonl):
     assert [record["prompt"] for record in data.train_records] == [PAIRS[0]["prompt"]]
     with pytest.raises(UsageError, match="2 of 2 pairs left out, they have chosen equal to rejected"):
         attached(PreferenceDataModule(path=jsonl([equal, equal])))
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_pairs_that_are_too_long_are_cut(jsonl, mode):
+    """As TRL's collator cuts them, but that both answers of ``keep_end`` follow one prompt."""
+    texts = (("abcd", "efgh", "i"), ("abcdefgh", "x", "y"), ("ab", "c", "d"), ("ab", "cdefghijk", "lm"))
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
+    data = PreferenceDataModule(path=jsonl(rows), overlong="truncate", max_length=6, truncation_mode=mode, batch_size=1,
+                                eval_steps=0)  # fmt: skip
+    fit(DPO(model_config=TINY), data, max_steps=1)
+    found = [tuple(TOKENIZER.decode(record[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
+             for record in data.train_records]  # fmt: skip
+    if mode == "keep_start":  # the second pair has no room for an answer
+        assert found == [("abcd", "ef", "i<eos>"), ("ab", "c<eos>", "d<eos>"), ("ab", "cdef", "lm<eos>")]
+    else:
+        assert found == [("d", "efgh<eos>", "i<eos>"), ("efgh", "x<eos>", "y<eos>"), ("ab", "c<eos>", "d<eos>"),
+                         ("b", "hijk<eos>", "lm<eos>")]  # fmt: skip
+
+
+def test_answers_to_be_judged_whole_are_not_cut(jsonl):
+    data = PreferenceDataModule(path=jsonl(PAIRS), overlong="truncate", batch_size=2, eval_steps=0)
+    with pytest.raises(UsageError, match="overlong='truncate' would cut the end of answers"):
+        fit(RewardModel(model_config=TINY), data, max_steps=1)
+
+
+def test_rows_of_token_ids_are_those_of_their_texts(jsonl):
+    def ids(text):
+        return TOKENIZER(text).input_ids
+
+    rows = [{"prompt_ids": ids(row["prompt"]), "chosen_ids": [*ids(row["chosen"]), EOS],
+             "rejected_ids": [*ids(row["rejected"]), EOS]} for row in PAIRS]  # fmt: skip
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    expected = attached(PreferenceDataModule(path=jsonl(PAIRS))).train_records
+    found = attached(PreferenceDataModule(path=jsonl(rows, "ids.jsonl"))).train_records
+    assert [[a[n] for n in names] for a in found] == [[b[n] for n in names] for b in expected]
+    assert found[0]["prompt"] == "0?"
+    judged = [{"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"], "label": True} for row in rows]
+    module = KTO(model_config=TINY)
+    data = PreferenceDataModule(path=jsonl([*judged, rows[0]], "both.jsonl"), batch_size=2, eval_steps=0)
+    fit(module, data, max_steps=1)
+    assert [record["chosen_ids"] for record in data.train_records][-2:] == [rows[0]["chosen_ids"],
+                                                                            rows[0]["rejected_ids"]]  # fmt: skip
+    with pytest.raises(UsageError, match=r"mixed.jsonl:2: 'prompt_ids' is missing"):
+        attached(PreferenceDataModule(path=jsonl([rows[0], PAIRS[1]], "mixed.jsonl")))
+
+
+def test_answers_of_several_turns_are_rendered_whole(jsonl):
+    """What follows the shared messages is the answer, as in TRL: its users' turns too."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}a{% endif %}")  # fmt: skip
+    start = [say("user", "1"), say("assistant", "2"), say("user", "3")]
+    row = {"chosen": [*start, say("assistant", "4"), say("user", "5"), say("assistant", "6")],
+           "rejected": [*start, say("assistant", "7")]}  # fmt: skip
+    (record,) = attached(PreferenceDataModule(path=jsonl([row]), batch_size=1), tokenizer=tokenizer).train_records
+    read = [tokenizer.decode(record[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")]
+    assert read == ["u1a2<eos>u3a", "4<eos>u5a6<eos>", "7<eos>"]
 
 
 def test_pairs_that_are_too_long_are_refused_or_left_out(jsonl):

@@ -347,7 +347,7 @@ def test_demonstrations_may_be_numbers_and_messages(tmp_path, named):
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("completion", "message"), [
     ([{"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}],
-     "'completion' has messages of assistant, user, where exactly one of the assistant should be"),
+     "'completion' has messages of assistant, user, where the last one should be the assistant's"),
     ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
      "the prompts or answers are chat messages, but the tokenizer has no chat template"),
     ({"text": "4"}, "'completion' is dict .*, where text should be"),
