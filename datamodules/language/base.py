@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
+from datamodules.language.dialogues import dialogue_metrics, fields_of, opened, transcript, with_rewards
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.files import refuse_stream
 from datamodules.language.notices import note_completions, note_demonstrations, notice
@@ -19,11 +21,12 @@ from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import EncodedRecords, Records, fitting, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
-from datamodules.language.text import prompt_text, voted_answer
+from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state, load_state, state_of
 from rl_modules.language.contract import TextLearner, WritingLearner
+from rl_modules.language.sampling import Completions
 
 #: Most training records of a file or dataset that are all encoded at the start.
 LOADED = 20_000
@@ -40,7 +43,7 @@ class LanguageDataModule(LanguageArguments):
         super().__post_init__()
         task = self.hparams["task"]
         self.task = None if task is None else make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
-        funcs = load_reward_funcs(self.reward_funcs, self.task)
+        funcs = [*load_reward_funcs(self.reward_funcs, self.task), *self.further_rewards()]
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = trainer_state(None, 0.0)
         #: Those of a large file or dataset are encoded when they are asked for.
@@ -55,6 +58,10 @@ class LanguageDataModule(LanguageArguments):
         self._warned_of_ends = self._warned_of_texts = False
         # Of the records; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
+
+    def further_rewards(self) -> list[Callable[..., Any]]:
+        """Reward functions beside those of ``reward_funcs``."""
+        return []
 
     # ---------------------------------------------------------------- records and tokens
 
@@ -310,14 +317,24 @@ class LanguageDataModule(LanguageArguments):
             settings["max_completion_length"] = self.eval_max_completion_length
         # A prompt's seeds depend only on its number, not on the rank or on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
-        prompts = [record["prompt_ids"] for record in records]
         early = self.early_rewards(records, k)
         listener = None if early is None else early.on_ended
-        written = self.writer.act(prompts, seeds, k, on_ended=listener, **settings)
+        starts = [stream_seed(self.seed, 0, "eval start", i) for i in numbers]
+        written = self.complete(self.writer.act, records, starts, seeds, k, on_ended=listener, **settings)
+        records = opened(records, written, k)
         self.rewards.take_logged()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
-        texts = joined_sequences(prompts, written, k, self._pad_id)
-        return {**scored, **texts, "logged": self.rewards.take_logged()}
+        texts = joined_sequences([record["prompt_ids"] for record in records], written, k, self._pad_id)
+        return {**scored, **texts, "logged": self.rewards.take_logged() | dialogue_metrics(scored)}
+
+    def complete(
+        self, act: Callable[..., Completions], records: Sequence[Record], starts: Sequence[int], seeds: Sequence[int],
+        num_generations: int, **how: Any,
+    ) -> Completions:  # fmt: skip
+        """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments. ``starts`` are a
+        seed per prompt and ``seeds`` one per completion.
+        """
+        return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
         """What computes rewards while completions are written; None without ``reward_overlap``."""
@@ -342,13 +359,21 @@ class LanguageDataModule(LanguageArguments):
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(k)]
         self._ready_rewards()
+        said: list[Any] = texts
+        if written.dialogues is not None:
+            texts, said = [transcript(d) for d in written.dialogues], [d["messages"] for d in written.dialogues]
+            repeated = with_rewards(repeated, written, self.rewards.by_token)
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
-        scores = self.rewards(repeated, texts, ids) if early is None else early.result(repeated, texts)
+        scores = self.rewards(repeated, said, ids) if early is None else early.result(repeated, texts)
+        for row, dialogue in enumerate(written.dialogues or ()):
+            if dialogue["ended"] == "failed":
+                scores[row] = torch.nan
         self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.token_rewards(scores, lengths)
         answers = [
-            voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text) for text in texts
+            voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text)
+            for text in map(text_of, said)
         ]
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],
@@ -362,6 +387,7 @@ class LanguageDataModule(LanguageArguments):
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
             "length": written.length,
             "finished": written.finished,
+            **fields_of(written),
         }
 
     def _ready_rewards(self) -> None:

@@ -14,6 +14,7 @@
 ``PromptDataModule`` takes one by its import path, ``environment: my_package.games:Guess``, with ``environment_kwargs``.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -78,6 +79,30 @@ def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any])
     return cls
 
 
-def written_message(tokenizer: Any, tokens: Sequence[int]) -> Message:
-    """What the model wrote in a turn as the assistant's message for the environment."""
+def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any]) -> Message:
+    """What the model wrote in a turn as the assistant's message for the environment; ``tools`` are the schemas of those
+    that it may call.
+    """
     return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
+
+
+def check_messages(messages: Any, method: str, name: str) -> None:
+    """Refuses what is no list of messages."""
+    for message in messages if isinstance(messages, list | tuple) else [None]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message["role"] == "assistant":
+            raise TypeError(f"{method} of environment {name!r} gave {str(message or messages)[:60]!r}, where messages "
+                            "{'role': …, 'content': …} of another role than assistant should be")  # fmt: skip
+
+
+def check_step(value: Any, name: str) -> tuple[list[Message], float, bool]:
+    """Checks what ``step`` returned."""
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise TypeError(f"step of environment {name!r} returned {str(value)[:60]!r}, where (messages, reward, done) "
+                        "should be")  # fmt: skip
+    messages, reward, done = value
+    messages = list(messages or ())
+    check_messages(messages, "step", name)
+    earned = float(reward)
+    if not math.isfinite(earned):
+        raise ValueError(f"step of environment {name!r} returned reward={reward!r}, where a finite number should be")
+    return messages, earned, bool(done)

@@ -1,17 +1,23 @@
 """Experience of a language model: completions of prompts, generated every epoch, in minibatches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.experience import LazyLoader, resumed_position
 from datamodules.language.ahead import WrittenAhead
+from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.dialogues import Dialogues, Limits, dialogue_metrics, environment, opened
+from datamodules.language.environment_calls import EnvironmentCalls
+from datamodules.language.environments import load_environment
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
@@ -30,6 +36,12 @@ from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
+from rl_modules.language.sampling.turns import Partner, converse
+
+
+def without_environment(data: Any) -> str | None:
+    """Says that an argument of dialogues is idle in a run of single turns."""
+    return "without environment; set that" if data.hparams["environment"] is None else None
 
 
 class PromptDataModule(LanguageDataModule):
@@ -55,6 +67,27 @@ class PromptDataModule(LanguageDataModule):
     ptx_batch_size: int = setting(0, "demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0)
     ptx_path: str | None = setting(
         None, "JSONL file of them, with prompt and completion; None: the task's or source's own")  # fmt: skip
+    environment: Any = setting(
+        None, "import path of a class with ``reset(record)`` and ``step(message)``, ``my_package.games:Guess``, which "
+        "answers the model turn after turn; in Python also the class. Its rewards are those of the function "
+        "``environment``. None: one turn, without one", kind=str | None, stores=named_functions)  # fmt: skip
+    environment_kwargs: dict[str, Any] | None = setting(
+        None, "the environment's own settings", idle=without_environment)  # fmt: skip
+    max_turns: int = setting(10, "turns of a dialogue at most", least=1, idle=without_environment)
+    max_turn_tokens: int | None = setting(
+        None, "tokens that the model writes in a turn at most; None: ``max_completion_length``, which limits the whole "
+        "dialogue after its first prompt, the environment's tokens included", least=1,
+        idle=without_environment)  # fmt: skip
+    env_timeout_s: float | None = setting(
+        60.0, "longest that a call of an environment may take; its dialogue then ends without a reward. None: no limit",
+        above=0, idle=without_environment)  # fmt: skip
+    env_workers: int = setting(
+        0, "processes that hold the environments; 0: this one, which calls them in threads", least=0,
+        idle=without_environment)  # fmt: skip
+    env_patience_s: float = setting(
+        0.005, "how long decoding waits for an environment's answer before other dialogues go on without it. Answers "
+        "within it leave a run reproducible to the last bit; later ones change the rounding of its neighbours",
+        least=0, idle=without_environment)  # fmt: skip
 
     #: Prompts taken from the stream so far, over all ranks, and generations written.
     drawn: int = persistent(0)
@@ -74,6 +107,7 @@ class PromptDataModule(LanguageDataModule):
     _reward_state: RewardFunctions = persistent(lambda self: self.rewards)
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
+    _dialogues: Dialogues | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +118,15 @@ class PromptDataModule(LanguageDataModule):
         if self.ptx_path is not None and not self.ptx_batch_size:
             raise UsageError(f"ptx_path={self.ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
         self.demonstrations: Demonstrations | None = None
+        if self.environment is not None and self.reward_overlap:
+            raise UsageError("reward_overlap=true scores completions one by one, and an environment rewards whole "
+                             "dialogues; leave one of them out")  # fmt: skip
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
+        if self.environment is not None and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
+            raise UsageError("environment: ranks with sharded weights would have to write turns together; take a "
+                             "strategy with whole weights, such as ddp")  # fmt: skip
         if stage == "fit":
             micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
@@ -234,7 +274,7 @@ class PromptDataModule(LanguageDataModule):
         if self.generation == 0:
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
-            return {**rollout, **self._take_notes()}
+            return {**rollout, **self._take_notes(rollout)}
         lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
         for _ in range(self.dynamic_sampling):
             # Every rank draws equally many, because otherwise the ranks' collectives would not match.
@@ -251,7 +291,7 @@ class PromptDataModule(LanguageDataModule):
             self._warned_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
-        return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
+        return {**rollout, "missing": lacking / n_prompts, **self._take_notes(rollout)}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
         """Refuses a generation 0 of several prompts without any reward. No function may apply to a later generation or
@@ -266,18 +306,20 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
-    def _take_notes(self) -> dict[str, Any]:
+    def _take_notes(self, rollout: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the reward functions' failures and logged values since the last call."""
-        return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
+        logged = self.rewards.take_logged() | dialogue_metrics(rollout or {})
+        return {"failed": self.rewards.take_failures(), "logged": logged}
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
         first = self._reserve(n_prompts)
-        records, seeds = self._asked(range(first, first + n_prompts))
+        places = range(first, first + n_prompts)
+        records, seeds = self._asked(places)
         early = self.early_rewards(records, self.num_generations)
-        prompts = [record["prompt_ids"] for record in records]
         listener = None if early is None else early.on_ended
-        written = self.policy.act(prompts, seeds, self.num_generations, on_ended=listener)
+        starts = self._starts(places)
+        written = self.complete(self.policy.act, records, starts, seeds, self.num_generations, on_ended=listener)
         return self._as_rollout(records, written, early)
 
     def _reserve(self, n_prompts: int) -> int:
@@ -292,9 +334,14 @@ class PromptDataModule(LanguageDataModule):
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
         return self.records(places), seeds
 
+    def _starts(self, places: Sequence[int]) -> list[int]:
+        """Returns a seed for the environments of each prompt."""
+        return [stream_seed(self.seed, 0, "start", place) for place in places]
+
     def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""
         module, n_each = self.policy, self.num_generations
+        records = opened(records, written, n_each)
         if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
             step = torch.full_like(written.length, self.learner_trainer.global_step)
             written = replace(written, version=step)
@@ -314,6 +361,31 @@ class PromptDataModule(LanguageDataModule):
                              "reward function returned one per token; set it to 0")  # fmt: skip
         return rollout
 
+    # ---------------------------------------------------------------- dialogues
+
+    def further_rewards(self) -> list[Callable[..., Any]]:
+        return [] if self.environment is None else [environment]
+
+    def complete(
+        self, act: Callable[..., Completions], records: Sequence[Record], starts: Sequence[int], seeds: Sequence[int],
+        num_generations: int, **how: Any,
+    ) -> Completions:  # fmt: skip
+        if self.environment is None:
+            return super().complete(act, records, starts, seeds, num_generations, **how)
+        how.pop("on_ended", None)
+        settings = self.policy.settings(**how)
+        if self._dialogues is None or self._dialogues.encoder is not self.encoder:
+            kwargs = self.environment_kwargs or {}
+            make = partial(load_environment(self.environment, kwargs), **kwargs)
+            calls = EnvironmentCalls(make, self.env_workers, self.env_timeout_s)
+            name = str(self.hparams["environment"])
+            self._dialogues = Dialogues(calls, self.encoder, settings.eos_token_id, name, self.env_patience_s)
+        whole = settings.max_completion_length
+        limits = Limits(self.max_turns, min(self.max_turn_tokens or whole, whole), whole, self.policy.max_length)
+        return self._dialogues.write(
+            partial(act, **how), records, seeds, starts, num_generations, limits, settings.pad_token_id
+        )
+
     # ---------------------------------------------------------------- generations written ahead
 
     def _first_round(self, n_prompts: int) -> dict[str, Any]:
@@ -326,8 +398,9 @@ class PromptDataModule(LanguageDataModule):
         self._ahead.start()
         first, written = self._ahead.take()
         records, seeds = self._asked(range(first, first + n_prompts))
-        early = None if self._ahead.in_thread else self._judging(first, records, written)
-        written = self._without_stale(records, seeds, written)
+        waits = self._ahead.in_thread or self.environment is not None
+        early = None if waits else self._judging(first, records, written)
+        written = self._without_stale(records, self._starts(range(first, first + n_prompts)), seeds, written)
         while len(self._ahead) < self.async_generations:
             self._ahead.ask(self._reserve(n_prompts))
         return self._as_rollout(records, written, early)
@@ -336,20 +409,32 @@ class PromptDataModule(LanguageDataModule):
         """Writes a round with the sampler's weights: on a server, in a thread during training; or in this process,
         which then starts to score it.
         """
-        records, seeds = self._asked(range(first, first + self.generation_size // self.num_generations))
-        prompts = [record["prompt_ids"] for record in records]
-        module = self.policy
+        places = range(first, first + self.generation_size // self.num_generations)
+        records, seeds = self._asked(places)
+        module, n_each, starts = self.policy, self.num_generations, self._starts(places)
         if self._ahead.in_thread:
-            written: Completions = module.sampler.sample(prompts, self.num_generations, seeds, module.settings())
-            return written
+            return self.complete(self._sample, records, starts, seeds, n_each)
+        if self.environment is not None:
+            written = self.complete(module.act, records, starts, seeds, n_each)
+            version = torch.full_like(written.length, self.learner_trainer.global_step)
+            return replace(written, version=version)
         self._ready_rewards()
-        early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, self.num_generations)
-        written = module.act(prompts, seeds, self.num_generations, on_ended=early.on_ended)
+        early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, n_each)
+        written = self.complete(module.act, records, starts, seeds, n_each, on_ended=early.on_ended)
         state = asdict(early.trainer_state or TrainerState())
         del state["max_steps"]  # of the run, which a resume may make longer
         self._states[first] = state
         version = torch.full_like(written.length, self.learner_trainer.global_step)
         return replace(written, version=version)
+
+    def _sample(
+        self, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: Partner | None = None
+    ) -> Completions:
+        """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
+        module = self.policy
+        if partner is not None:
+            return converse(module.sampler, prompts, seeds, module.settings(), partner)
+        return module.sampler.sample(prompts, num_generations, seeds, module.settings())
 
     def _judging(self, first: int, records: list[Record], written: Completions) -> EarlyRewards:
         """The rewards of a round of this process; after a resume computed again, with the state at its writing."""
@@ -363,7 +448,9 @@ class PromptDataModule(LanguageDataModule):
                 early.on_ended(row, tokens[:n])
         return early
 
-    def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
+    def _without_stale(
+        self, records: list[Record], starts: list[int], seeds: list[int], written: Completions
+    ) -> Completions:
         """Writes the groups again whose weights are more than ``async_generations`` generations old."""
         assert written.version is not None
         n_each, module = self.num_generations, self.policy
@@ -375,8 +462,8 @@ class PromptDataModule(LanguageDataModule):
             return written
         groups = old.nonzero().flatten().tolist()
         rows = [group * n_each + j for group in groups for j in range(n_each)]
-        prompts = [records[group]["prompt_ids"] for group in groups]
-        again = module.act(prompts, [seeds[row] for row in rows], n_each)
+        own = [records[group] for group in groups], [starts[group] for group in groups]
+        again = self.complete(module.act, *own, [seeds[row] for row in rows], n_each)
         return replaced(written, rows, again, self._pad_id)
 
     def _teardown(self, stage: str) -> None:
@@ -384,6 +471,9 @@ class PromptDataModule(LanguageDataModule):
         self._ahead.stop()
         for early in self._early.values():
             early.stop()
+        if self._dialogues is not None:
+            self._dialogues.calls.stop()
+            self._dialogues = None
         super()._teardown(stage)
 
     # ---------------------------------------------------------------- state

@@ -88,7 +88,7 @@ class RewardFunctions(Stateful):
     def __call__(
         self,
         records: Sequence[dict[str, Any]],
-        completions: Sequence[str],
+        completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Scores completions.
@@ -96,7 +96,7 @@ class RewardFunctions(Stateful):
         Args:
             records: B, one per completion; their columns are passed on. Where the prompt is a list of chat messages,
                 the completion is passed as one, too.
-            completions: B texts.
+            completions: B texts, or lists of chat messages.
             completion_ids: B lists of token ids.
 
         Returns:
@@ -136,7 +136,9 @@ class RewardFunctions(Stateful):
         given: dict[str, Any] = {
             "prompts": [record["prompt"] for record in records],
             "completions": [
-                text if isinstance(record["prompt"], str) else [{"role": "assistant", "content": text}]
+                text
+                if isinstance(record["prompt"], str) or not isinstance(text, str)
+                else [{"role": "assistant", "content": text}]
                 for record, text in zip(records, completions, strict=True)
             ],
             "completion_ids": completion_ids,

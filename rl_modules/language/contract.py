@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 from torch import Tensor
 
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
+from rl_modules.language.sampling.turns import Partner
 
 
 class DemonstrationBatch(TypedDict, total=False):
@@ -109,6 +110,12 @@ class Generation(JudgedCompletions, total=False):
 
     log_prob: Tensor
     """log π of each token under the sampler, [B, L] float32; 0 in padding."""
+    written: Tensor
+    """Of dialogues only, as the next two: whether the model wrote a token, [B, L] bool."""
+    turn: Tensor
+    """The turn that a token belongs to, [B, L] int64."""
+    turn_reward: Tensor
+    """The reward of each turn on its last written token, [B, L] float32."""
     version: Tensor | None
     """The optimizer step of the weights that wrote a row, [B] int64; None: the present ones."""
     reward: Tensor
@@ -203,6 +210,7 @@ class WritingLearner(TextLearner, Protocol):
         seeds: Sequence[int],
         num_generations: int = 1,
         on_ended: RowListener | None = None,
+        partner: Partner | None = None,
         **sampling: Any,
     ) -> Completions:
         """Generates completions of prompts with the current weights, one seed each."""

@@ -8,7 +8,14 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.core.settings import setting
-from rl_modules.language.advantages import IN_GROUPS, load_advantages, path_of, require_advantages, scores_by
+from rl_modules.language.advantages import (
+    IN_GROUPS,
+    load_advantages,
+    path_of,
+    require_advantages,
+    scores_by,
+    turn_advantages,
+)
 from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
@@ -23,7 +30,7 @@ from rl_modules.language.grpo_arguments import (
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
-from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
+from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
 from rl_modules.loggers import adapters
 
 
@@ -90,6 +97,9 @@ class GRPO(PolicyWithReference):
         True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
     mask_truncated_completions: bool = setting(
         False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
+    reward_to_go: bool = setting(
+        False, "of dialogues: advantage of each turn from what it and later turns earn, in place of the dialogue's "
+        "reward; the baseline is that of the group's returns from the same turn on")  # fmt: skip
     top_entropy_quantile: float = setting(
         1.0, "share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
         "all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term and in the number "
@@ -165,7 +175,7 @@ class GRPO(PolicyWithReference):
             mask, log_prob and, if β > 0, ref_log_prob [B, L]; sampling_log_prob and importance_weight [B, L] if the
             loss is corrected for the sampler; keep [B] bool if rows without advantage skip the forward pass.
         """
-        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+        mask = written_mask(rollout)
         if self.mask_truncated_completions:
             mask = mask & rollout["finished"].unsqueeze(1)
         fields = {**{name: rollout[name] for name in ("tokens", "prompt_length", "length", "log_prob")}, "mask": mask}
@@ -174,6 +184,8 @@ class GRPO(PolicyWithReference):
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         advantage = self.advantages(everyone, rollout["num_generations"])
         fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
+        if self.reward_to_go:
+            fields["advantage"] = turn_advantages(self, rollout)
         passes = self.forward_passes(rollout)
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.corrects:
@@ -342,7 +354,7 @@ class GRPO(PolicyWithReference):
             entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
         """
         spread = -rollout["log_prob"] if entropy is None else entropy
-        spread = torch.where(completion_mask(rollout["length"], spread.shape[1]), spread, 0.0).sum(1)
+        spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
         columns: tuple[Any, ...] = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
         reward, earned, spread, length, finished = self.record_completions(rollout, *columns)
         for weight, metrics in generation_metrics(reward, earned, spread, length, finished, rollout["num_generations"]):
@@ -352,7 +364,7 @@ class GRPO(PolicyWithReference):
         if self.table_is_due():
             advantage = fields["advantage"]
             if advantage.ndim == 2:
-                advantage = F.masked_mean(advantage, completion_mask(rollout["length"], advantage.shape[1]), 1)
+                advantage = F.masked_mean(advantage, written_mask(rollout), 1)
             self.write_completions(rollout, advantage=advantage)
             for adapter in adapters(self.trainer) if self.trainer.is_global_zero else ():
                 adapter.write_histogram("train/completions/length", length, self.trainer.global_step)

@@ -17,6 +17,7 @@ from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.turns import Partner, converse
 from rl_modules.language.throughput import Stopwatch
 from rl_modules.loggers import adapters
 
@@ -109,6 +110,7 @@ class LanguagePolicy(LanguageModule):
         seeds: Sequence[int],
         num_generations: int = 1,
         on_ended: RowListener | None = None,
+        partner: Partner | None = None,
         **sampling: Any,
     ) -> Completions:
         """Generates ``num_generations`` completions per prompt with the current weights.
@@ -118,6 +120,7 @@ class LanguagePolicy(LanguageModule):
             seeds: one per completion, P · num_generations; completions of a prompt are adjacent.
             num_generations: completions per prompt.
             on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
+            partner: the other party of completions in turns, one per prompt.
             sampling: settings that differ from the module's own, such as ``temperature=0.0`` for greedy decoding.
         """
         # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
@@ -125,10 +128,14 @@ class LanguagePolicy(LanguageModule):
         with precision:
             self.update_sampler()
             watch = Stopwatch(self.device)
-            written = self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
+            settings = self.settings(**sampling)
+            if partner is None:
+                written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended)
+            else:
+                written = converse(self.sampler, prompts, seeds, settings, partner)
             watch.stop()
         if self._trainer is not None and self.trainer.training:
-            self._throughput.add(written.length, watch)
+            self._throughput.add(written.length if written.written is None else written.written.sum(1), watch)
         return written
 
     def settings(self, **different: Any) -> SamplingSettings:

@@ -277,12 +277,14 @@ class PolicyWithReference(LanguagePolicy):
             std: also record the standard deviations.
 
         Returns:
-            The columns, length and finished of the completions of all ranks.
+            The columns, tokens written, and finished of the completions of all ranks.
         """
-        own = [*columns, rollout["length"], rollout["finished"], rollout["prompt_length"]]
+        written = rollout["written"].sum(1) if "written" in rollout else rollout["length"]
+        total = rollout["prompt_length"] + rollout["length"]
+        own = [*columns, written, rollout["finished"], total]
         table = self.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))
-        *found, prompt_length = table[:, : len(own)].unbind(1)
-        self.num_tokens += int((found[-2] + prompt_length).sum())
+        *found, total = table[:, : len(own)].unbind(1)
+        self.num_tokens += int(total.sum())
         for name, column in zip(rollout["reward_names"], table[:, len(own) :].unbind(1), strict=True):
             n, mean, deviation = moments(column)
             metrics = {f"rewards/{name}/mean": mean} | ({f"rewards/{name}/std": deviation} if std else {})

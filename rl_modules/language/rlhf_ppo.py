@@ -22,6 +22,7 @@ from rl_modules.language.scoring import (
     extent_in,
     extent_of,
     token_values,
+    written_mask,
 )
 from rl_modules.language.sharding import Splitter, shard
 from rl_modules.language.tokenizer import check_same_tokens
@@ -183,7 +184,7 @@ class RLHFPPO(PolicyWithReference):
             The fields that :meth:`training_step` reads: tokens [B, T], prompt_length and length [B]; mask, log_prob,
             value, advantage and returns [B, L].
         """
-        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+        mask = written_mask(rollout)
         earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
         mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
@@ -288,7 +289,13 @@ class RLHFPPO(PolicyWithReference):
         return F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
 
     def advantages(self, reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """A of every token, [B, L]: GAE over each completion, which ends at its last token, whether by EOS or not."""
+        """A of every token, [B, L]: GAE over each completion, which ends at its last token, whether by EOS or not. The
+        state after a turn's last token is the one before the next turn's first.
+        """
+        if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+            order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)  # the tokens that count, one after the other
+            found = self.advantages(*(x.gather(1, order) for x in (reward, value, mask)))
+            return torch.zeros_like(found).scatter(1, order, found)
         following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
         last = mask & ~following
         next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
@@ -373,7 +380,8 @@ class RLHFPPO(PolicyWithReference):
             metrics[self.score_metric] = self.reward_model_scores(batch).mean()
         if self.wants_reference:
             passes = self.in_parts(batch, self.evaluate_completions)
-            metrics["eval/kl"] = (passes["log_prob"] - passes["ref_log_prob"]).sum(-1).mean()
+            distance = passes["log_prob"] - passes["ref_log_prob"]
+            metrics["eval/kl"] = torch.where(batch.get("written", distance == distance), distance, 0.0).sum(-1).mean()
         if metrics:
             self.log_evaluation(metrics, len(batch["answers"]))
 

@@ -12,7 +12,7 @@ from rl_modules.core.settings import changed, fixed
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy_with_reference import Rollout
-from rl_modules.language.scoring import completion_mask
+from rl_modules.language.scoring import written_mask
 
 #: An option of GRPO that RLOO sets itself.
 own = partial(fixed, instead="GRPO takes it")
@@ -43,6 +43,7 @@ class RLOO(GRPO):
         "given)")  # fmt: skip
     epsilon_high: float | None = changed(says="ε_high of the upper side; None: ``epsilon``")
     loss_type, importance_sampling_level = own("grpo"), own("token")
+    reward_to_go = own(False)
     scale_rewards, advantages, top_entropy_quantile = own("group"), own(staticmethod(rloo)), own(1.0)
     kl_estimator, use_bias_correction_kl = own("k1"), own(False)
     sapo_temperature_pos, sapo_temperature_neg = own(1.0), own(1.0)
@@ -79,11 +80,11 @@ class RLOO(GRPO):
         if self.kl_coefficient:
             self.sync_reference()
             passes = self.in_parts(rollout, self.evaluate_completions)
-            mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+            mask = written_mask(rollout)
             counts = rollout["finished"] if self.mask_truncated_completions else mask.any(-1)
             log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]
-            kl = torch.where(mask, log_prob, 0.0).sum(-1) - passes.pop("reference")
-            kl, tokens = torch.where(counts, kl, 0.0), torch.where(counts, rollout["length"], 0).sum()
+            kl = torch.where(mask, log_prob, 0.0).sum(-1) - torch.where(mask, passes.pop("reference"), 0.0).sum(-1)
+            kl, tokens = torch.where(counts, kl, 0.0), torch.where(counts, mask.sum(1), 0).sum()
             earned = rollout["reward"]
             rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned, "passes": passes}
             self.record(tokens, kl=kl.sum() / tokens.clamp(min=1))
@@ -95,12 +96,12 @@ class RLOO(GRPO):
 
     def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, [b, L] each, if sampling and training
-        differ in them; and Σ_t log π_ref(y_t) of each completion, [b].
+        differ in them; and log π_ref, likewise.
         """
         text = (tokens, prompt_length, length)
         result = super().evaluate_completions(*text)
         if self.kl_coefficient:
-            result["reference"] = self.reference_log_probs_of(*text).sum(-1)
+            result["reference"] = self.reference_log_probs_of(*text)
         return result
 
     # ---------------------------------------------------------------- optimization

@@ -109,6 +109,12 @@ def completion_mask(length: Tensor, width: int | None = None) -> Tensor:
     return columns < length.unsqueeze(1)
 
 
+def written_mask(rollout: dict[str, Any]) -> Tensor:
+    """True for the tokens that the model wrote: all of a completion, or its turns of a dialogue, [b, L]."""
+    mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+    return mask & rollout["written"] if "written" in rollout else mask
+
+
 def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
     """Computes V of the state before each completion token, which is the text up to there, [b, L] float32."""
     place = completion_positions(prompt_length, length, width) - 1

@@ -123,7 +123,9 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
     log_prob = torch.tensor([row.log_prob + [0.0] * (width - len(row.log_prob)) for row in rows], dtype=torch.float32)
     finished = torch.tensor([row.finished for row in rows], dtype=torch.bool)
     version = torch.tensor(list(versions), dtype=torch.int64)
-    return Completions(*(x.to(device) for x in (tokens, log_prob, length, finished, version)))
+    return Completions(
+        tokens.to(device), log_prob.to(device), length.to(device), finished.to(device), version.to(device)
+    )
 
 
 class EngineSampler:

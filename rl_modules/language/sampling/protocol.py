@@ -29,6 +29,14 @@ class Completions:
     finished: Tensor
     #: (B,) int64: the optimizer step of the weights that wrote each row; None: the current weights did.
     version: Tensor | None = None
+    #: (B, L) bool: of completions in turns, whether the model wrote a token; None: it wrote all.
+    written: Tensor | None = None
+    #: (B, L) int64: of those, the turn that a token belongs to, from 0; what is read before a turn is part of it.
+    turn: Tensor | None = None
+    #: (B, L) float32: of those, the reward of each turn on its last written token; 0 elsewhere.
+    turn_reward: Tensor | None = None
+    #: Of those, per row: ``prompt_ids`` and ``messages``, and what ended it.
+    dialogues: list[dict[str, Any]] | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -120,6 +128,11 @@ def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
     def widened(x: Tensor, value: float) -> Tensor:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
 
+    in_turns: dict[str, Any] = {}
+    if all(part.written is not None for part in parts):
+        for name in ("written", "turn", "turn_reward"):
+            in_turns[name] = torch.cat([widened(getattr(part, name), 0) for part in parts])
+        in_turns["dialogues"] = [dialogue for part in parts for dialogue in part.dialogues or ()]
     versions = [part.version for part in parts]
     return Completions(
         tokens=torch.cat([widened(part.tokens, pad_token_id) for part in parts]),
@@ -127,6 +140,7 @@ def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
         length=torch.cat([part.length for part in parts]),
         finished=torch.cat([part.finished for part in parts]),
         version=None if any(v is None for v in versions) else torch.cat([v for v in versions if v is not None]),
+        **in_turns,
     )
 
 
@@ -141,6 +155,10 @@ def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_tok
     length = both.length[order]
     width = int(length.max())
     version = None if both.version is None else both.version[order]
+    tables = (both.written, both.turn, both.turn_reward)
+    by_model, turn, reward = (None if x is None else x[order, :width] for x in tables)
+    dialogues = None if both.dialogues is None else [both.dialogues[row] for row in order.tolist()]
     return Completions(
-        both.tokens[order, :width], both.log_prob[order, :width], length, both.finished[order], version
+        both.tokens[order, :width], both.log_prob[order, :width], length, both.finished[order], version, by_model, turn,
+        reward, dialogues,
     )  # fmt: skip

@@ -1,0 +1,318 @@
+"""Dialogues between the model in training and environments."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from datamodules.language.coroutines import TooLong
+from datamodules.language.encoding import TextEncoder
+from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
+from datamodules.language.environments import Message, check_messages, check_step, written_message
+from datamodules.language.notices import notice
+from datamodules.language.turn_template import TurnTemplate
+from rl_modules.common.errors import UsageError, visible, what_happened
+from rl_modules.common.seeding import stream_seed
+from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling.turns import Further
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Limits:
+    """Most turns of a dialogue, and tokens of each; of a whole dialogue after its first prompt, in tokens; and of the
+    model's context.
+    """
+
+    turns: int
+    turn_tokens: int
+    tokens: int
+    context: int
+
+
+@dataclass
+class Row:
+    """A dialogue so far."""
+
+    record: Record
+    seed: int
+    #: Its environment's number.
+    number: int
+    messages: list[Message] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    #: Tokens after the prompt, and those of each turn that the model wrote last.
+    used: int = 0
+    last: int | None = None
+    rewards: list[float] = field(default_factory=list)
+    #: What ended it: ``done``, ``max_turns``, ``length``, or ``failed``.
+    ended: str = ""
+    error: str = ""
+
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint and reward functions get of it."""
+        names = ("prompt_ids", "rewards", "ended", "error")
+        empty = [{"role": "assistant", "content": ""}]
+        return {
+            **{name: getattr(self, name) for name in names}, "messages": self.messages or empty,
+            "prompt": self.record["prompt"],
+        }  # fmt: skip
+
+
+class Dialogues:
+    """Writes dialogues: the model's part by a sampler, the other by environments.
+
+    An environment that raises or takes too long ends its dialogue, which gets no reward.
+
+    Args:
+        calls: of the environments.
+        encoder: of the policy's tokenizer.
+        stops: ids of the tokens that end a completion.
+        name: of the environment, for messages.
+        patience_s: how long decoding waits for an answer while other dialogues could go on.
+    """
+
+    def __init__(
+        self, calls: EnvironmentCalls, encoder: TextEncoder, stops: Sequence[int], name: str, patience_s: float
+    ) -> None:
+        self.calls, self.encoder, self.name, self.patience_s = calls, encoder, name, patience_s
+        self.template = TurnTemplate(encoder, stops)
+        self._is_checked = self._has_answered = self._reported = False
+
+    def write(
+        self,
+        act: Callable[..., Completions],
+        records: Sequence[Record],
+        seeds: Sequence[int],
+        starts: Sequence[int],
+        num_generations: int,
+        limits: Limits,
+        pad_token_id: int,
+    ) -> Completions:
+        """Writes ``num_generations`` dialogues of each record's prompt.
+
+        Args:
+            act: the policy's ``act`` with the sampling settings.
+            records: P.
+            seeds: one per dialogue.
+            starts: one per prompt, ``start_seed`` of the records that environments get.
+            num_generations: dialogues per prompt.
+            limits: of each dialogue.
+            pad_token_id: fills the rows up.
+        """
+        rows = [
+            Row({**record, "seed": seeds[p * num_generations + j], "start_seed": starts[p]},
+                seeds[p * num_generations + j], self.calls.new())
+            for p, record in enumerate(records)
+            for j in range(num_generations)
+        ]  # fmt: skip
+        try:
+            self._open(rows, num_generations, limits)
+            going = [row for row in rows if not row.ended]
+            talk = _Talk(self, going, limits)
+            written = (
+                act([row.prompt_ids for row in going], [row.seed for row in going], partner=talk) if going else None
+            )
+        finally:
+            for row in rows:
+                self.calls.start(row.number, "close")
+        self._has_answered |= any(row.ended != "failed" for row in rows)
+        if not self._has_answered:
+            raise UsageError(f"environment {self.name!r}: {rows[0].error} in each of the first {len(rows)} dialogues")
+        return _completions(rows, going, written, pad_token_id)
+
+    def _open(self, rows: list[Row], num_generations: int, limits: Limits) -> None:
+        """Resets the environments, and encodes the messages with which they open the dialogues."""
+        answers = [self.calls.start(row.number, "reset", row.record) for row in rows]
+        wait(answers, None, for_all=True)
+        opened: dict[int, Row] = {}
+        for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            try:
+                messages, tools = answer.value()
+                check_messages(messages, "reset", self.name)
+            except (Exception, SystemExit) as error:
+                self.fail(row, error, "reset")
+                continue
+            row.record["prompt"] = messages or row.record["prompt"]
+            if tools:
+                row.record["tools"] = tools
+            first = opened.setdefault(i // num_generations, row)
+            if first is not row:
+                if first.record["prompt"] != row.record["prompt"]:
+                    raise UsageError(f"environment {self.name!r}: reset returned other messages for the same record, "
+                                     "but the dialogues of a prompt are compared with each other; draw what differs "
+                                     "from record['start_seed']")  # fmt: skip
+                row.prompt_ids = first.prompt_ids
+                continue
+            if not self._is_checked:
+                self._is_checked = True
+                self.template.check(row.record)
+            prompt = self.encoder.messages(row.record["prompt"])
+            (row.prompt_ids,) = self.encoder.prompts([prompt], [row.record])
+        for i, row in enumerate(rows):
+            if not row.prompt_ids:  # reset has failed
+                source = opened.get(i // num_generations)
+                row.prompt_ids = row.record["prompt_ids"] if source is None else source.prompt_ids
+            if not row.ended and len(row.prompt_ids) >= limits.context:
+                raise UsageError(f"environment {self.name!r} opens a dialogue with {len(row.prompt_ids)} tokens, the "
+                                 f"model takes {limits.context}; shorten its messages")  # fmt: skip
+
+    def fail(self, row: Row, error: BaseException, method: str) -> None:
+        """Ends a dialogue whose environment has failed; the first failure is reported."""
+        took = f"took longer than {self.calls.limit_s:g} s" if isinstance(error, TooLong) else (
+            f"raised {visible(what_happened(error))}")  # fmt: skip
+        row.ended, row.error = "failed", f"{method} {took}"
+        if not self._reported:
+            self._reported = True
+            notice(f"environment {self.name!r}: {row.error}; such dialogues get no reward; from here on see the metric "
+                   "environment/failed")  # fmt: skip
+
+
+class _Talk:
+    """The environments of dialogues that are being written, as the sampler's partner."""
+
+    def __init__(self, dialogues: Dialogues, rows: list[Row], limits: Limits) -> None:
+        self.dialogues, self.rows, self._limits = dialogues, rows, limits
+        self.patience_s = dialogues.patience_s
+        self.limits = [self._room(row) for row in rows]
+        self._asked: dict[int, Answer | None] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._asked)
+
+    def ended(self, row: int, tokens: list[int], finished: bool) -> None:
+        own = self.rows[row]
+        own.used += len(tokens)
+        own.last = tokens[-1] if finished else None
+        message = written_message(self.dialogues.encoder.tokenizer, tokens, own.record.get("tools") or [])
+        own.messages.append(message)
+        self._asked[row] = self.dialogues.calls.start(own.number, "step", message)
+
+    def take(self, patience_s: float | None) -> list[Further]:
+        answers = [answer for answer in self._asked.values() if answer is not None]
+        wait(answers, patience_s, for_all=patience_s is not None)
+        there = [row for row, answer in self._asked.items() if answer is None or answer.is_there]
+        return [self._further(row) for row in sorted(there)]
+
+    def _room(self, row: Row) -> int:
+        left = min(self._limits.tokens, self._limits.context - len(row.prompt_ids)) - row.used
+        return min(self._limits.turn_tokens, left)
+
+    def _further(self, number: int) -> Further:
+        row, answer = self.rows[number], self._asked.pop(number)
+        assert answer is not None
+        try:
+            messages, reward, done = check_step(answer.value(), self.dialogues.name)
+        except (Exception, SystemExit) as error:
+            self.dialogues.fail(row, error, "step")
+            return Further(number, [], 0, 0)
+        row.rewards.append(reward)
+        turns = len(row.rewards)
+        if done or turns >= self._limits.turns:
+            row.ended = "done" if done else "max_turns"
+            return Further(number, [], 0, 0, done)
+        if not messages:
+            self.dialogues.fail(row, ValueError("no messages, and the dialogue is not over"), "step")
+            return Further(number, [], 0, 0)
+        tokens = self.dialogues.template.following(row.messages[-1], row.last, messages, row.record)
+        row.used += len(tokens)
+        if (limit := self._room(row)) < 1:
+            row.used -= len(tokens)
+            row.ended = "length"
+            return Further(number, [], 0, 0)
+        row.messages += messages
+        return Further(number, tokens, stream_seed(row.seed, 0, "turn", turns), limit)
+
+
+def _completions(rows: list[Row], going: list[Row], written: Completions | None, pad_token_id: int) -> Completions:
+    """The completions of all dialogues; those whose ``reset`` failed have one token that nobody wrote."""
+    if written is None:
+        one = torch.zeros((0, 1))
+        written = Completions(one.long(), one, one[:, 0].long(), one[:, 0].bool(), None, one.bool(), one.long())
+    assert written.written is not None and written.turn is not None
+    place = {id(row): i for i, row in enumerate(going)}
+    index = torch.tensor([place.get(id(row), len(going)) for row in rows], device=written.tokens.device)
+
+    def chosen(x: torch.Tensor, value: Any) -> torch.Tensor:
+        return torch.cat([x, torch.full_like(x[:1] if len(x) else x.new_zeros((1, *x.shape[1:])), value)])[index]
+
+    mask, turn = chosen(written.written, False), chosen(written.turn, 0)
+    reward = torch.zeros(mask.shape, dtype=torch.float32)
+    last = [[-1] * len(row.rewards) for row in rows]
+    for i, (own, of) in enumerate(zip(mask.tolist(), turn.tolist(), strict=True)):
+        for column, (is_written, number) in enumerate(zip(own, of, strict=True)):
+            if is_written and number < len(last[i]):
+                last[i][number] = column
+        for column, earned in zip(last[i], rows[i].rewards, strict=True):
+            reward[i, column] = earned
+    version = None if written.version is None else chosen(written.version, int(written.version.max()))
+    return Completions(
+        tokens=chosen(written.tokens, pad_token_id), log_prob=chosen(written.log_prob, 0.0),
+        length=chosen(written.length, 1), finished=chosen(written.finished, False), version=version, written=mask,
+        turn=turn, turn_reward=reward.to(mask.device), dialogues=[row.described() for row in rows],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what reward functions and curves get of them
+
+
+def opened(records: Sequence[Record], written: Completions, num_generations: int) -> list[Record]:
+    """The records with the prompts that environments opened the dialogues with."""
+    if written.dialogues is None:
+        return list(records)
+    first = written.dialogues[::num_generations]
+    return [{**record, "prompt": dialogue["prompt"], "prompt_ids": dialogue["prompt_ids"]}
+            for record, dialogue in zip(records, first, strict=True)]  # fmt: skip
+
+
+def environment(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, environment_reward: Any, **_: Any
+) -> Any:
+    """The reward function of the environment: what each dialogue's turns earned."""
+    return environment_reward
+
+
+def with_rewards(records: Sequence[Record], written: Completions, by_token: bool) -> list[Record]:
+    """A record per dialogue, with the column ``environment_reward``: the sum over its turns, or a number per token;
+    None where the environment has failed.
+    """
+    assert written.dialogues is not None and written.turn_reward is not None
+    rows, lengths = written.turn_reward.tolist(), written.length.tolist()
+    earned: list[Any] = []
+    for dialogue, row, length in zip(written.dialogues, rows, lengths, strict=True):
+        failed = dialogue["ended"] == "failed"
+        earned.append(None if failed else row[:length] if by_token else math.fsum(dialogue["rewards"]))
+    return [{**record, "environment_reward": value} for record, value in zip(records, earned, strict=True)]
+
+
+def fields_of(written: Completions) -> dict[str, Any]:
+    """The fields that a rollout in turns has besides those of others."""
+    names = ("written", "turn", "turn_reward", "dialogues")
+    return {} if written.dialogues is None else {name: getattr(written, name) for name in names}
+
+
+def dialogue_metrics(rollout: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """Mean number of turns, shares of dialogues that failed, and that reached ``max_turns`` or the limit of tokens, and
+    tokens of the environment per dialogue, each with the number of dialogues.
+    """
+    if "dialogues" not in rollout:
+        return {}
+    n = len(rollout["dialogues"])
+    ends = [dialogue["ended"] for dialogue in rollout["dialogues"]]
+    read = float(rollout["length"].sum() - rollout["written"].sum())
+    values = {
+        "turns": sum(sum(m["role"] == "assistant" for m in d["messages"]) for d in rollout["dialogues"]),
+        "failed": ends.count("failed"),
+        "truncated": ends.count("max_turns") + ends.count("length"),
+        "tokens_read": read,
+    }
+    return {f"environment/{name}": (value / n, n) for name, value in values.items()}
+
+
+def transcript(dialogue: Mapping[str, Any]) -> str:
+    """A dialogue after its prompt as text, a line per message, for tables."""
+    parts = [f"{m['role']}: {m.get('content') or ''}" for m in dialogue["messages"]]
+    return "\n".join([*parts, f"[{dialogue['error'] or dialogue['ended']}]"])

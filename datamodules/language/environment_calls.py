@@ -1,0 +1,204 @@
+"""Calls of environments: in threads or in worker processes, with a limit of time, none of which ends the run."""
+
+import contextlib
+import inspect
+import itertools
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+from datamodules.language.coroutines import EventLoop, TooLong
+from datamodules.language.environments import Environment
+
+#: Threads that wait for environments at once.
+_MOST_THREADS = 512
+
+
+class Objects:
+    """Environments by number, in the process that holds them."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._made: dict[int, Any] = {}
+        self._loop = EventLoop()
+
+    def call(self, number: int, method: str, argument: Any, limit_s: float | None) -> Any:
+        """``reset`` makes a new object and returns its messages and tools; ``step`` asks it; ``close`` drops it."""
+        if method == "reset":
+            self._made[number] = self._make()
+            messages = self._awaited(self._made[number].reset(argument), limit_s)
+            return list(messages or ()), schemas(getattr(self._made[number], "tools", ()))
+        if method == "close":
+            environment = self._made.pop(number, None)
+            with contextlib.suppress(Exception):  # the dialogue has ended
+                if callable(close := getattr(environment, "close", None)):
+                    self._awaited(close(), limit_s)
+            return None
+        return self._awaited(self._made[number].step(argument), limit_s)
+
+    def stop(self) -> None:
+        self._loop.close()
+
+    def _awaited(self, value: Any, limit_s: float | None) -> Any:
+        return self._loop.start(lambda: value, limit_s)() if inspect.isawaitable(value) else value
+
+
+def schemas(tools: Iterable[Any]) -> list[Any]:
+    """Tools as the chat template reads them: JSON schemas, of functions by their signature and docstring."""
+    from transformers.utils import get_json_schema
+
+    return [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools]
+
+
+class Worker:
+    """A process with environments of its own; one that hangs is ended, and another one begins."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._process: Any = None
+        self._held: set[int] = set()
+
+    def call(self, number: int, method: str, argument: Any, limit_s: float | None) -> Any:
+        with self._lock:
+            if self._process is None or not self._process.is_alive():
+                context = multiprocessing.get_context("spawn")
+                self._pipe, theirs = context.Pipe()
+                self._process = context.Process(target=_work, args=(theirs, self._make), daemon=True)
+                self._process.start()
+                self._held.clear()
+            if method == "step" and number not in self._held:
+                raise RuntimeError("its worker process was ended by another dialogue's environment")
+            (self._held.discard if method == "close" else self._held.add)(number)
+            try:
+                self._pipe.send((number, method, argument))
+                if not self._pipe.poll(limit_s):
+                    raise TooLong
+                value, error = self._pipe.recv()
+            except (TooLong, EOFError, OSError) as ended:
+                self.stop()
+                raise TooLong if isinstance(ended, TooLong) else RuntimeError("its worker process has ended") from ended
+        if error is not None:
+            raise RuntimeError(error)
+        return value
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def _work(pipe: Any, make: Callable[[], Environment]) -> None:
+    objects = Objects(make)
+    while True:
+        try:
+            number, method, argument = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((objects.call(number, method, argument, None), None))
+        except (Exception, SystemExit) as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+class EnvironmentCalls:
+    """Calls environments by number, many at once.
+
+    Args:
+        make: makes an environment; a class or function at the first level of a module where ``workers`` is above 0.
+        workers: processes that hold the environments; 0: this process does, and calls them in threads.
+        limit_s: longest that a call may take, in seconds; None: no limit.
+    """
+
+    def __init__(self, make: Callable[[], Environment], workers: int, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self._holders: list[Any] = [Worker(make) for _ in range(workers)] or [Objects(make)]
+        self._numbers = itertools.count()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = self._busy = 0
+        self._lock = threading.Lock()
+
+    def new(self) -> int:
+        """Returns the number of another environment."""
+        return next(self._numbers)
+
+    def start(self, number: int, method: str, argument: Any = None) -> "Answer":
+        """Begins a call in a thread."""
+        answer, holder = Answer(self.limit_s), self._holders[number % len(self._holders)]
+
+        def job() -> None:
+            answer.began_s = time.monotonic()
+            try:
+                answer.future.set_result(holder.call(number, method, argument, self.limit_s))
+            except BaseException as error:
+                answer.future.set_exception(error)
+
+        with self._lock:
+            self._busy += 1
+            if self._busy > self._threads < _MOST_THREADS:
+                self._threads += 1
+                # A daemon, because Python can't stop a thread in which an environment hangs.
+                threading.Thread(target=self._serve, daemon=True, name="environment").start()
+        self._jobs.put(job)
+        return answer
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                self._busy -= 1
+
+    def stop(self) -> None:
+        """Ends the worker processes and the threads that wait for a call."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+        self._threads = self._busy = 0
+        for holder in self._holders:
+            holder.stop()
+
+
+class Answer:
+    """What an environment's call returns, once it does."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.future: Future[Any] = Future()
+        self.limit_s = limit_s
+        self.began_s: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the call takes longer than the limit."""
+        # A worker ends a process at its limit, and an event loop a coroutine; a thread that hangs is left alone.
+        return (self.limit_s is not None and self.began_s is not None and not self.future.done()
+                and time.monotonic() > self.began_s + self.limit_s + 0.1)  # fmt: skip
+
+    @property
+    def is_there(self) -> bool:
+        return self.future.done() or self.is_late
+
+    def value(self) -> Any:
+        """The value; raises the environment's error, or :class:`TooLong`."""
+        if not self.future.done():
+            raise TooLong
+        return self.future.result()
+
+
+def wait(answers: Sequence[Answer], seconds: float | None, for_all: bool) -> None:
+    """Waits until one answer, or all, are there or late, at most some seconds."""
+    ends_s = None if seconds is None else time.monotonic() + seconds
+    while True:
+        missing = [answer for answer in answers if not answer.is_there]
+        if not missing or (not for_all and len(missing) < len(answers)):
+            return
+        left = None if ends_s is None else ends_s - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        step = 0.05 if left is None else min(left, 0.05)
+        if for_all and left is not None:
+            step = left
+        wait_for([answer.future for answer in missing], step, FIRST_COMPLETED if not for_all else "ALL_COMPLETED")

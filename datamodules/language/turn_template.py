@@ -1,0 +1,119 @@
+"""The tokens that a chat template writes between what a model wrote and where it continues."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from datamodules.language.chat_template import Messages, common_length
+from datamodules.language.encoding import TextEncoder
+from datamodules.language.notices import notice
+from rl_modules.common.errors import UsageError
+
+#: Stands for what a model wrote, of which no tokens are made.
+_WRITTEN = "S3ntinel"
+_THOUGHT = "<think>\nTh0ught\n</think>\n\n"
+_SHOWN = 30
+
+
+class TurnTemplate:
+    """Continues dialogues token by token: the model's tokens are kept as they are, and only the template's own tokens
+    for the end of a turn, new messages and the opened next turn are added.
+
+    Args:
+        encoder: renders messages with the tokenizer's chat template.
+        stops: ids of the tokens that end a completion.
+    """
+
+    def __init__(self, encoder: TextEncoder, stops: Collection[int]) -> None:
+        self.encoder, self.stops = encoder, frozenset(stops)
+        if encoder.tokenizer.chat_template is None:
+            raise UsageError("environment: the tokenizer has no chat template, which writes an environment's messages; "
+                             "take a tokenizer with one")  # fmt: skip
+        self._special = frozenset(i for i, token in encoder.tokenizer.added_tokens_decoder.items() if token.special)
+
+    def following(
+        self, message: Mapping[str, Any], last: int | None, new: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids between a model's message and its next one.
+
+        Args:
+            message: the model's; its calls of tools are rendered with other arguments, its text not at all.
+            last: the stop token with which it ended; None: it was cut off, and the template's end of a turn is added.
+            new: the environment's messages.
+            record: the prompt's, whose ``tools`` and ``chat_template_kwargs`` the template reads.
+        """
+        before = [*self.encoder.messages("?"), _stand_in(message)]
+        alone = self._after(before, record)
+        # The end of the calls is the model's own; what is left is the end of its turn.
+        calls = len(self._closing(alone, record)) if message.get("tool_calls") else 0
+        after = self._after([*before, *map(dict, new)], record, add_generation_prompt=True)[calls:]
+        ids = self._ids(after)
+        if last is None:
+            return ids
+        if ids[:1] == [last]:
+            return ids[1:]
+        end = self._ids(alone[calls:])
+        place = next((i for i, token in enumerate(end) if token in self.stops), None)
+        if place is None or ids[:place] != end[:place] or not ids[place:]:
+            return ids
+        # Another stop token than the template's stands in its place.
+        return ids[place + 1 :] if ids[place] in self.stops | self._special else ids
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Refuses a template that can't continue a dialogue; reports one that renders its beginning otherwise later.
+
+        Raises:
+            UsageError: the template refuses a second turn, or leaves out what a turn says.
+        """
+        asked, answer = self.encoder.messages("Qu3stion"), {"role": "user", "content": "Answ3r"}
+        opened = self.encoder._opened(asked, record, False)
+        for text in (_WRITTEN, _THOUGHT + _WRITTEN):
+            talk = [*asked, {"role": "assistant", "content": text}, answer]
+            whole = str(self.encoder._render(talk, record, add_generation_prompt=True))
+            start = whole.find(_WRITTEN)
+            if start < 0 or whole.find(answer["content"], start) < 0:
+                raise UsageError("environment: the chat template leaves out a turn of a dialogue "
+                                 f"({whole[-2 * _SHOWN:]!r} ends a second turn); give another template")  # fmt: skip
+            kept = opened + text + whole[start + len(_WRITTEN) :]
+            if kept != whole:
+                place = common_length(kept, whole)
+                notice("environment: the chat template renders a dialogue's beginning differently when it goes on "
+                       f"({kept[place:][:_SHOWN]!r} becomes {whole[place:][:_SHOWN]!r}); a dialogue keeps the tokens "
+                       "that the model has read and written")  # fmt: skip
+                return
+
+    def _after(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> str:
+        """What the template writes after the stand-in."""
+        text = str(self.encoder._render(messages, record, **how))
+        if _WRITTEN not in text:
+            raise UsageError("environment: the chat template leaves out what an assistant's message says, so that it "
+                             "is not known how a dialogue goes on; give another template")  # fmt: skip
+        return text.rpartition(_WRITTEN)[2]
+
+    def _closing(self, alone: str, record: Mapping[str, Any]) -> str:
+        """The end of a message's calls, at the beginning of what follows the stand-in of their last argument."""
+        usual = self._after([*self.encoder.messages("?"), {"role": "assistant", "content": _WRITTEN}], record)
+        if usual and alone.endswith(usual):
+            return alone[: len(alone) - len(usual)]
+        stops = map(re.escape, self.encoder.tokenizer.convert_ids_to_tokens(sorted(self.stops)))
+        found = re.search("|".join(stops), alone)
+        return alone if found is None else alone[: found.start()]
+
+    def _ids(self, text: str) -> list[int]:
+        """Token ids of a text that continues another one: some tokenizers add a space where a text begins."""
+        anchor, whole = self.encoder._tokens(["!", "!" + text], False, note=False)
+        if whole[: len(anchor)] == anchor:
+            return whole[len(anchor) :]
+        return self.encoder._tokens([text], False, note=False)[0]
+
+
+def _stand_in(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of the same form as the model's, with nothing that it wrote but the names of tools."""
+    if not message.get("tool_calls"):
+        return {"role": "assistant", "content": _WRITTEN}
+    calls = []
+    for call in message["tool_calls"]:
+        name = str(call["function"]["name"])
+        function = {"name": name if re.fullmatch(r"[\w.-]+", name) else "unknown", "arguments": {"value": _WRITTEN}}
+        calls.append({**{key: call[key] for key in ("type", "id") if key in call}, "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}

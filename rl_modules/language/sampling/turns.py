@@ -1,0 +1,150 @@
+"""Completions in turns: after each, another party's tokens are read before the model writes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
+
+#: Least share of a turn's sampling time that is waited for answers before the rows that have theirs go on.
+_PATIENCE = 0.1
+
+
+@dataclass(frozen=True)
+class Further:
+    """How a row goes on after a turn."""
+
+    row: int
+    #: Token ids that the model reads before it writes on.
+    tokens: list[int]
+    #: Of the next turn's draws.
+    seed: int
+    #: Most tokens of the next turn; 0: the completion has ended, and ``tokens`` are not part of it.
+    limit: int
+    #: Whether the other party ended it.
+    finished: bool = False
+
+
+class Partner(Protocol):
+    """The other party of completions in turns, such as environments. Rows are numbers of completions, from 0."""
+
+    #: Most tokens of each row's first turn.
+    limits: Sequence[int]
+    #: Rows that have ended a turn and not been taken.
+    waiting: int
+    #: How long decoding waits for an answer while other rows could go on, in seconds.
+    patience_s: float
+
+    def ended(self, row: int, tokens: list[int], finished: bool) -> None:
+        """A row's turn has ended: its token ids, and whether a stop token ended it."""
+
+    def take(self, patience_s: float | None) -> list[Further]:
+        """Returns the rows that go on or have ended: all that wait, or those that are there after so many seconds;
+        None: at least one of them.
+        """
+        ...
+
+
+def converse(
+    sampler: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
+) -> Completions:
+    """Writes one completion per prompt in turns; the sampler's own ``converse`` where it has one that fits.
+
+    Returns:
+        Completions with ``written`` and ``turn``; tokens of the partner have log-probability 0 and are not written.
+    """
+    own = getattr(sampler, "converse", None)
+    found: Completions | None = None if own is None else own(prompts, seeds, settings, partner)
+    return by_turns(sampler, prompts, seeds, settings, partner) if found is None else found
+
+
+def by_turns(
+    sampler: Sampler, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings,
+    partner: Partner,
+) -> Completions:  # fmt: skip
+    """Writes completions in turns with any sampler: each turn is a completion of all tokens before it."""
+    rows = [_Row(list(prompt)) for prompt in prompts]
+    # A row whose limit is lower is cut: its tokens depend on its seed and their number alone.
+    going = [Further(row, [], seed, partner.limits[row]) for row, seed in enumerate(seeds)]
+    device: Any = None
+    while going:
+        began_s = time.monotonic()
+        most = max(further.limit for further in going)
+        asked = [rows[further.row].before + rows[further.row].tokens for further in going]
+        part = sampler.sample(
+            asked, 1, [further.seed for further in going], replace(settings, max_completion_length=most)
+        )
+        device = part.tokens.device
+        columns = (part.tokens, part.log_prob, part.length, part.finished)
+        version = [None] * len(going) if part.version is None else part.version.tolist()
+        for further, tokens, log_prob, length, finished, of in zip(
+            going, *(column.tolist() for column in columns), version, strict=True
+        ):
+            count = min(length, further.limit)
+            rows[further.row].write(tokens[:count], log_prob[:count], of)
+            partner.ended(further.row, tokens[:count], finished and count == length)
+        going = []
+        took_s = time.monotonic() - began_s
+        while partner.waiting and not going:
+            taken = partner.take(max(partner.patience_s, _PATIENCE * took_s)) or partner.take(None)
+            for further in taken:
+                rows[further.row].finished = further.finished
+                if further.limit:
+                    rows[further.row].read(further.tokens)
+                    going.append(further)
+    return _joined(rows, settings.pad_token_id, device)
+
+
+class _Row:
+    """A completion so far."""
+
+    def __init__(self, before: list[int]) -> None:
+        self.before = before
+        self.tokens: list[int] = []
+        self.log_prob: list[float] = []
+        self.turn: list[int] = []
+        self.written: list[bool] = []
+        self.turns = 0
+        self.finished = False
+        self.version: int | None = None
+
+    def write(self, tokens: list[int], log_prob: list[float], version: int | None) -> None:
+        self._add(tokens, log_prob, True)
+        self.turns += 1
+        if version is not None:  # a row is as old as the oldest of its turns
+            self.version = version if self.version is None else min(self.version, version)
+
+    def read(self, tokens: list[int]) -> None:
+        self._add(tokens, [0.0] * len(tokens), False)
+
+    def _add(self, tokens: list[int], log_prob: list[float], written: bool) -> None:
+        self.tokens += tokens
+        self.log_prob += log_prob
+        self.turn += [self.turns] * len(tokens)
+        self.written += [written] * len(tokens)
+
+
+def _joined(rows: Sequence[_Row], pad_token_id: int, device: Any) -> Completions:
+    width = max(len(row.tokens) for row in rows)
+
+    def table(name: str, pad: Any, dtype: torch.dtype) -> Tensor:
+        values = [getattr(row, name) for row in rows]
+        padded = [[*value, *[pad] * (width - len(value))] for value in values]
+        return torch.tensor(padded, dtype=dtype, device=device)
+
+    versions = [row.version for row in rows if row.version is not None]
+    return Completions(
+        tokens=table("tokens", pad_token_id, torch.int64),
+        log_prob=table("log_prob", 0.0, torch.float32),
+        length=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
+        finished=torch.tensor([row.finished for row in rows], dtype=torch.bool, device=device),
+        version=torch.tensor(versions, dtype=torch.int64, device=device) if versions else None,
+        written=table("written", False, torch.bool),
+        turn=table("turn", 0, torch.int64),
+    )
