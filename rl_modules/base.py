@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -14,11 +13,9 @@ from torch import Tensor
 from rl_modules import ranks
 from rl_modules.algorithm import Algorithm
 from rl_modules.checkpoints import (
-    SPACES,
     load_initial_weights,
     load_statistics,
     require_resumable,
-    require_same_optimizers,
     statistics_to_tensors,
 )
 from rl_modules.common.arguments import settings_of
@@ -31,41 +28,32 @@ from rl_modules.common.factories import (
     require_callable,
     require_class,
     to_plain,
-    warn_of_missing,
 )
 from rl_modules.common.factories import build as made_by
-from rl_modules.common.masks import split_space
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
-from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
-from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, RolloutSource, Statistics
-from rl_modules.core.curves import hand_to_callbacks
+from rl_modules.common.spaces import space_to_dict, to_environment
+from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.resume import (
     accumulated_gradients,
     copy_for_averages,
-    draw_over,
-    finish_batch,
-    resume_training,
     step_schedulers_of_epochs,
 )
-from rl_modules.core.seams import DATAMODULES, check_schedulers, check_source, check_trainer
-from rl_modules.core.settings import setting, warn_of_idle
+from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
+from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
 from rl_modules.fast.graphs import is_recording
-from rl_modules.loggers import log_settings
 from rl_modules.metrics import (
     draw,
     log_evaluation,
     log_outside_of_graphs,
-    means_so_far,
-    require_finite_weights,
     write_metrics,
 )
-from rl_modules.networks.encoders import extractor_of
 from rl_modules.optimizers import adam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
 from rl_modules.ranks import CHECKPOINT
+from rl_modules.run import ControlLoop, begin_target, build, take_spaces
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -167,10 +155,9 @@ class ControlModule(Algorithm):
     normalizer_state: dict[str, Any] | None = None
     #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
     logs_this_epoch = True
-    # Values that hold once per epoch, objects of torchmetrics, and what this epoch's end writes; None: nothing is due.
+    # Values that hold once per epoch, and objects of torchmetrics.
     _latest: dict[str, Tensor | float] = persistent({})
     _objects: dict[str, Any] = transient({})
-    _point: tuple[dict[str, float], int] | None = transient()
     _predict_generator: torch.Generator | None = transient()
     # Transitions so far when `end_rollout` was last called.
     _ended_at: int = persistent(0)
@@ -256,7 +243,7 @@ class ControlModule(Algorithm):
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
                 load_initial_weights(self, self.hparams["init_from"])  # the target network's among them
             else:
-                self.begin_target()
+                begin_target(self)
             self.begin_run()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -278,19 +265,6 @@ class ControlModule(Algorithm):
     def followed(self) -> torch.nn.Module:
         """Returns the part of the network that ``target_network`` follows, if the algorithm has a target network."""
         return self.network
-
-    @torch.no_grad()
-    def begin_target(self) -> None:
-        """Copies the followed weights to ``target_network``: another ``fit`` or a user's loop may have trained them. A
-        target of another form, which a subclass may define, stays unchanged.
-        """
-        if (target := self._modules.get("target_network")) is None:
-            return
-        for ours, theirs in ((target.parameters(), self.followed().parameters()),
-                             (target.buffers(), self.followed().buffers())):  # fmt: skip
-            copies, originals = list(ours), list(theirs)
-            if copies and [x.shape for x in copies] == [x.shape for x in originals]:
-                torch._foreach_copy_(copies, originals)
 
     def check_spaces(self) -> None:
         """Refuses an action space that the algorithm does not support."""
@@ -342,6 +316,15 @@ class ControlModule(Algorithm):
         Args:
             rollout: what :meth:`prepare` returned, flat over its transitions.
         """
+
+    def finish_rollout(self) -> None:
+        """Calls :meth:`end_rollout` where a rollout has no further minibatch, once."""
+        source: Any = self.source
+        if type(self).end_rollout is ControlModule.end_rollout or not source.rollout_is_used_up:
+            return
+        if self._ended_at != source.num_timesteps:
+            self._ended_at = source.num_timesteps
+            self.end_rollout(source.rollout)
 
     def forward(self, observation: Any) -> Tensor:
         """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
@@ -453,100 +436,18 @@ class ControlModule(Algorithm):
 
     # ---------------------------------------------------------------- parts of hooks
 
-    def _on_fit_start(self) -> None:
-        log_settings(self.trainer)
-        warn_of_missing(self, self.run.missing_factories)
-        self.run.missing_factories = {}
-        # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
-        torch.set_flush_denormal(True)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
+        trainer: Any = self.trainer
+        trainer.callbacks.append(ControlLoop())
 
-    def _on_fit_end(self) -> None:
-        torch.set_flush_denormal(False)
-
-    def _on_train_start(self) -> None:
-        check_schedulers(self)
-        require_same_optimizers(self)
-        resume_training(self)
-        self._means.to(self.device)
-        # Of the epoch that ends there, if one does: Lightning counts it as done.
-        self.logs_this_epoch = self.current_epoch % self.log_every == 0
-        finish_batch(self.trainer)
-        # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
-        # warns of parts in evaluation mode before this.
-        if (target := self._modules.get("target_network")) is not None:
-            target.eval()
-        if self.graph:
-            self.__dict__["training_step"] = self.recorded_step()
-        # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
-        self._on_train_epoch_start()
-        self.run.scheduled_at = self.source.num_timesteps
-        self.update_schedules(self.progress_remaining)
-
-    def recorded_step(self) -> Callable[[Any, int], None]:
-        """Returns what replaces ``training_step`` under ``graph=True``."""
-        if self.experience.kind == "replay":
-            from rl_modules.fast.updates import RecordedUpdate
-
-            return RecordedUpdate(self)
-        return cast(RolloutSource, self.source).recorded_iteration()
+    def _after_on_train_epoch_end(self) -> None:
+        if self.run.point is not None:
+            write_metrics(self, *self.run.point)
 
     def recording_key(self) -> tuple[Any, ...]:
         """Returns what Python branches of the update depend on besides settings: each value has its own recording."""
         return (self.logs_this_epoch,)
-
-    def _on_train_end(self) -> None:
-        if self.graph:  # not what torch.compile has put there
-            self.__dict__.pop("training_step", None)
-        if (target := self._modules.get("target_network")) is not None:
-            target.train()
-
-    def _on_train_epoch_start(self) -> None:
-        """Decides whether this epoch's diagnostics are computed."""
-        self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
-
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        timesteps = self.source.num_timesteps
-        if timesteps != self.run.scheduled_at:
-            self.run.scheduled_at = timesteps
-            self.update_schedules(self.progress_remaining)
-
-    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        finish_rollout(self)
-
-    def _on_validation_start(self) -> None:
-        if self.is_fitting:
-            # Lightning draws over this count what a subclass or a callback logs in an evaluation.
-            draw_over(self.trainer, self.place)
-            # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
-            hand_to_callbacks(self.trainer, means_so_far(self))
-
-    def _on_train_epoch_end(self) -> None:
-        self._point = None
-        require_finite_weights(self)
-        # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.
-        draw_over(self.trainer, self.place)
-        rollout = self.source.metrics_over_ranks()
-        # For Lightning's bar, EarlyStopping and ModelCheckpoint, which need a value in every epoch, before the first
-        # episode's end too.
-        mean = rollout.get("rollout/ep_rew_mean", self.source.partial_return)
-        self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
-        writes = self.logs_this_epoch and not self.is_cut_off
-        hook: Any = type(self).on_train_epoch_end
-        if self.is_cut_off or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
-            # A cut epoch's point is written at its end, by the run that resumes, and callbacks monitor the means so
-            # far. A subclass's hook may read them.
-            hand_to_callbacks(self.trainer, means_so_far(self))
-        if writes:
-            # Without an optimizer Lightning has one that has no parameters.
-            if self.trainer.optimizers and self.trainer.optimizers[0].param_groups:
-                self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
-            if self.grad_norm is not None:
-                self.record_now(grad_norm=float(self.grad_norm))
-            self._point = (rollout, self.place)
-
-    def _after_on_train_epoch_end(self) -> None:
-        if self._point is not None:
-            write_metrics(self, *self._point)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         found = accumulated_gradients(self) if self.is_fitting and self.automatic_optimization else {}
@@ -555,7 +456,7 @@ class ControlModule(Algorithm):
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.is_fitting:
             # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
-            finish_rollout(self)
+            self.finish_rollout()
         super()._on_save_checkpoint(checkpoint)
         checkpoint["factories"] = factory_names(self)
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
@@ -685,52 +586,6 @@ class ControlModule(Algorithm):
             self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
-
-
-def finish_rollout(module: ControlModule) -> None:
-    """Calls ``end_rollout`` where a rollout has no further minibatch, once."""
-    source: Any = module.source
-    if type(module).end_rollout is ControlModule.end_rollout or not source.rollout_is_used_up:
-        return
-    if module._ended_at != source.num_timesteps:
-        module._ended_at = source.num_timesteps
-        module.end_rollout(source.rollout)
-
-
-# ---------------------------------------------------------------- before a run
-
-
-def take_spaces(module: ControlModule) -> None:
-    """Takes the datamodule's spaces, or refuses others than those of the weights."""
-    source = module.source
-    for name in SPACES:
-        space = getattr(source, name)
-        if module.hparams.get(name) is None:
-            module.hparams[name] = space_to_dict(space)
-        elif module.is_built or module.is_fitting:
-            mine = space_from_dict(module.hparams[name])
-            check_same_space(name, mine, space, type(module).__name__, source.env_name)
-
-
-def build(module: ControlModule) -> None:
-    """Builds the network from the spaces among the hyperparameters."""
-    hp = module.hparams
-    if hp.get("observation_space") is None or hp.get("action_space") is None:
-        raise UsageError(f"{type(module).__name__} knows no spaces: train it with a datamodule, or give "
-                         "observation_space and action_space")  # fmt: skip
-    module.action_space = space_from_dict(hp["action_space"])
-    full = space_from_dict(hp["observation_space"])
-    module.observation_space, module.masks_actions = split_space(full, module.action_space)
-    module.check_spaces()
-    # Weights are drawn on the CPU from the datamodule's seed: they are the same on every device, and the global
-    # generators stay as they were.
-    seed = getattr(getattr(module._trainer, "datamodule", None), "seed", 0)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        with extractor_of(hp.get("features_extractor")):
-            module.build_network()
-    if module.is_fitting:
-        warn_of_idle(module, module.idle_arguments())
 
 
 if TYPE_CHECKING:

@@ -209,7 +209,6 @@ class DQN(ControlModule):
 
     def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)
-        super()._on_train_epoch_end()
 
     # ---------------------------------------------------------------- optimizer
 

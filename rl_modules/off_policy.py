@@ -285,13 +285,10 @@ class OffPolicyActorCritic(ControlModule):
             torch._foreach_copy_(lists["target_buffers"], lists["followed_buffers"])
 
     def _on_train_epoch_start(self) -> None:
-        super()._on_train_epoch_start()
         self._lists = None  # a callback freezes and unfreezes parts between epochs
 
     def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.n_updates)
-        super()._on_train_epoch_end()
-        self.step_schedulers()
 
     # ---------------------------------------------------------------- optimizer
 

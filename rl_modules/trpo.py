@@ -281,10 +281,6 @@ class TRPO(ActorCriticModule):
         policy = {id(p) for p in self.network.parameters()}
         return [p for p in self.parameters() if id(p) not in policy]
 
-    def _on_train_epoch_end(self) -> None:
-        super()._on_train_epoch_end()
-        self.step_schedulers()
-
     def over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean over the transitions of all ranks from each rank's mean, so that all take the same step."""
         if self._is_alone:

@@ -19,19 +19,23 @@ BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_ch
 AFTER = ("on_train_batch_end", "on_train_epoch_end")
 
 
-class Parts(L.Callback):
-    """Calls a module's parts. It comes last of the callbacks, and is in the Trainer during a run only."""
-
-    def __init__(self, module: Any) -> None:
-        for part in dir(type(module)):
-            if part.startswith("_on_") and hasattr(L.Callback, part[1:]) and part[1:] not in BEFORE:
-                setattr(self, part[1:], functools.partial(_call, part))
+class OfRun(L.Callback):
+    """A callback that is in the Trainer during a run only, after the others."""
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")
+
+
+class Parts(OfRun):
+    """Calls a module's parts."""
+
+    def __init__(self, module: Any) -> None:
+        for part in dir(type(module)):
+            if part.startswith("_on_") and hasattr(L.Callback, part[1:]) and part[1:] not in BEFORE:
+                setattr(self, part[1:], functools.partial(_call, part))
 
 
 def _call(part: str, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:

@@ -166,7 +166,7 @@ class WithinAFunction(PPO):
 )  # fmt: skip
 def test_a_hook_that_calls_the_inherited_one_has_it_run_once(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("rl_modules.base.require_finite_weights", lambda module: calls.append(module.current_epoch))
+    monkeypatch.setattr("rl_modules.run.require_finite_weights", lambda module: calls.append(module.current_epoch))
     fit(cls(net_arch=[8]), rollouts())
     assert calls == [0, 1, 2]
 
