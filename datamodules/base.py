@@ -19,11 +19,12 @@ from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
 from datamodules.experience import Experience, LazyLoader, evaluate_on_start, gather_ranks, state_of_rank
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
-from rl_modules.core.seams import check_pairing
+from rl_modules.core.seams import check_pairing, require_rows
 from rl_modules.core.settings import setting, warn_of_idle
-from rl_modules.core.state import forget_state, load_state, state_of
+from rl_modules.core.state import forget_state, load_state, state_of, transient
 
 Batch = dict[str, Any]
 
@@ -128,6 +129,8 @@ class ControlDataModule(Experience):
     stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
 
     _given_env: Any
+    # Whether what `prepare` returns has been checked.
+    _is_checked: bool = transient(False)
 
     def __post_init__(self) -> None:
         hp: Any = self.hparams
@@ -301,11 +304,15 @@ class ControlDataModule(Experience):
             part.track_own()
         return normalizers
 
-    def before_collecting(self) -> None:
-        """Copies the statistics of an earlier run into the normalisers; called before each collection."""
-        if not self.collector.is_fresh or not self.has_learner:
+    def begin_statistics(self) -> None:
+        """Copies the statistics of an earlier run into the normalisers; called before the first collection."""
+        if not self.has_learner:
             return
         state, normalizers = self.learner.normalizer_state, self.collector.normalizers
+        if normalizers is None:
+            self.hand_over_statistics()
+        if not self.collector.is_fresh:
+            return
         if state is not None and state["observation"] is not None and not self.norm_obs:
             rank_zero_warn("norm_obs=False, but the weights were trained on normalised observations; give "
                            "norm_obs=True to continue with their statistics")  # fmt: skip
@@ -322,9 +329,30 @@ class ControlDataModule(Experience):
             # Replayed experience is on the CPU.
             count = strategy.reduce(count.to(strategy.root_device), reduce_op="sum")
         self.num_timesteps += int(count)
-        if ranks > 1 and self.collector.normalizers is not None:
-            self.collector.normalizers.merge_ranks(self._gather)
-        self.hand_over_statistics()
+        normalizers = self.collector.normalizers
+        if normalizers is not None:
+            if ranks > 1:
+                normalizers.merge_ranks(self._gather)
+            self.hand_over_statistics()
+
+    def prepared(self, experience: Any, rows: tuple[int, ...] | None = None, layout: str = "[T, N]") -> Any:
+        """Returns what the algorithm's ``prepare`` makes of a rollout or a sample of the replay buffer. ``rows`` are
+        the first dimensions of what it returns, ``layout`` their names; None: those of ``valid``, which it may return.
+        """
+        learner: Any = self.learner
+        if is_double(learner):
+            inputs = ("observation", "next_observation", "action")
+            experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}
+        prepared = learner.prepare(experience)
+        if self._is_checked:
+            return prepared
+        if rows is None:
+            # The number of rows may differ from the rollout's: Monte Carlo control yields the episodes that have ended.
+            valid = prepared.get("valid", experience["valid"]) if isinstance(prepared, dict) else experience["valid"]
+            rows, layout = tuple(valid.shape), layout if valid.shape == experience["valid"].shape else "[sequences, N]"
+        require_rows(prepared, rows, layout)
+        self._is_checked = True
+        return prepared
 
     def hand_over_statistics(self) -> None:
         """Passes the statistics of the normaliser to the learner, which evaluates and saves with them."""

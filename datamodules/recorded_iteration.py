@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.collector import prepared_by, rollout_act
+from datamodules.collector import rollout_act
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
@@ -47,7 +47,6 @@ class RecordedIteration(Recorded):
         is_whole = data.batch_size == size
         self.orders = None if is_whole else torch.zeros((data.n_epochs, size), dtype=torch.int64, device=device)
         self._write_episodes()
-        data.hand_over_statistics()
 
     def _check(self) -> None:
         data, module = self.data, self.data.learner
@@ -93,7 +92,7 @@ class RecordedIteration(Recorded):
         state.update(self.numbers)
         try:
             with evaluation_mode(learner.modules()), torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                prepared = prepared_by(learner, self.collect())
+                prepared = data.prepared(self.collect())
         finally:
             state.update(numbers)
         data._fields = fields = tree_map(lambda x: x.flatten(0, 1), prepared)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, replay_bytes
-from datamodules.collector import prepared_by, rollout_act
+from datamodules.collector import rollout_act
 from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
@@ -27,7 +27,7 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
 from rl_modules.contract import REPLAY
-from rl_modules.core.seams import require_action
+from rl_modules.core.seams import require_acted, require_action
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 
@@ -145,6 +145,8 @@ class ReplayDataModule(ControlDataModule):
     _drawn: deque[Batch] = persistent(deque())
     _learning: Tensor | None = transient()
     _parts: list[torch.nn.Module] = transient([])
+    # Whether what `act` returns has been checked.
+    _has_acted: bool = transient(False)
     # Rows that a subclass added, until the statistics of the normalisers have them.
     _recorded: list[Batch] = transient([])
 
@@ -159,7 +161,6 @@ class ReplayDataModule(ControlDataModule):
                              "environment; or None for all rows")  # fmt: skip
         check_hindsight(self.hparams)
         self.resolve()
-        self._warned_of_fields = False
 
     def _resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
@@ -263,6 +264,7 @@ class ReplayDataModule(ControlDataModule):
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
+        self.begin_statistics()
         return LazyLoader(self._epoch_length, self._minibatches)
 
     @property
@@ -322,11 +324,13 @@ class ReplayDataModule(ControlDataModule):
             if begin_episodes is not None and self.collector.episode_start.any():
                 begin_episodes(self.collector.episode_start)
             acted = policy_act(tree_map(lambda x: x.to(device), observation), generator)
-            require_action(acted)
-            if len(acted) > 1 and not self._warned_of_fields:
-                self._warned_of_fields = True
-                rank_zero_warn(f"act returned {', '.join(name for name in acted if name != 'action')} beside action; "
-                               "replay stores actions alone, so that prepare does not get them")  # fmt: skip
+            if not self._has_acted:
+                self._has_acted = True
+                require_action(acted)
+                require_acted({"action": acted["action"]}, self.n_envs)
+                if others := [name for name in acted if name != "action"]:
+                    rank_zero_warn(f"act returned {', '.join(others)} beside action; replay stores actions alone, so "
+                                   "that prepare does not get them")  # fmt: skip
             return {"action": acted["action"].cpu()}
 
         def collect(n_steps: int) -> int:
@@ -384,7 +388,6 @@ class ReplayDataModule(ControlDataModule):
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
-        self.before_collecting()
         self._count_recorded()
         # The experience stays on the buffer's device; only drawn minibatches are moved to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
@@ -407,7 +410,6 @@ class ReplayDataModule(ControlDataModule):
         """
         normalizers = self.collector.normalizers
         if self._recorded and normalizers is not None:
-            self.before_collecting()
             for rollout in self._recorded:
                 normalizers.add_recorded(rollout)
             self._recorded = []
@@ -432,7 +434,7 @@ class ReplayDataModule(ControlDataModule):
         if not self._parts:  # a resumed run draws before it collects
             self._parts = list(module.modules())
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            prepared = prepared_by(module, sample, (len(index),), "[M]")
+            prepared = self.prepared(sample, (len(index),), "[M]")
         if count == 1:
             self._drawn.append(prepared)
             return

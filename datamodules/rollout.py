@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
-from datamodules.collector import prepared_by, rollout_act
+from datamodules.collector import rollout_act
 from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
@@ -173,6 +173,7 @@ class RolloutDataModule(ControlDataModule):
 
     def train_dataloader(self) -> LazyLoader:
         self._check_batch_size(self.batch_size, self.n_envs * self.n_steps)  # a callback may have set it
+        self.begin_statistics()
         if self._is_recorded:
             return LazyLoader(self.rollouts_per_epoch, self._iterations)
         return LazyLoader(self._layout["length"], self._minibatches)
@@ -252,10 +253,10 @@ class RolloutDataModule(ControlDataModule):
 
     def _new_rollout(self) -> Batch:
         """Collects, lets the module prepare, and flattens [T, N] to the valid rows."""
-        trainer, collector = self.learner_trainer, self.collector
+        trainer, collector = self.trainer, self.collector
+        assert trainer is not None
         learner: Any = trainer.lightning_module
         precision = trainer.precision_plugin.forward_context
-        self.before_collecting()
         takes_any = collector.mode != AutoresetMode.NEXT_STEP or (self.has_learner and learner.experience.takes_empty)
         with evaluation_mode(learner.modules()), torch.no_grad():
             if self._ahead is not None:
@@ -271,7 +272,7 @@ class RolloutDataModule(ControlDataModule):
             if self._ahead is not None and self.num_timesteps < self.total_timesteps:
                 self._ahead.begin(learner, precision)
             with precision():
-                prepared = prepared_by(learner, rollout, rows=None)
+                prepared = self.prepared(rollout)
         valid = prepared.pop("valid", rollout["valid"])
         if collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)

@@ -60,8 +60,9 @@ class TensorCollector(Collector):
                 acted.append(act(observed, self.generator))
             else:
                 acted.append(self.memory.act(act, observed, self.generator, starts))
-            if t == 0:
+            if not self.is_checked:
                 require_acted(acted[0], n)
+                self.is_checked = True
             raw, raw_reward, ended, cut, info = self.boundary.step(
                 action_tensors(envs.single_action_space, acted[-1]["action"].to(on))
             )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from gymnasium import spaces
 from torch import Tensor
 
@@ -53,11 +54,6 @@ class ActorCriticModule(ControlModule):
     sde_sample_freq: int = sde_sample_freq()
 
     _whitened: tuple[Tensor, Tensor] | None = transient()
-
-    def update_schedules(self, progress_remaining: float) -> None:
-        super().update_schedules(progress_remaining)
-        if "ent_coef" in self.schedules and self.schedules["ent_coef"].decays:
-            self.record_now(ent_coef=self.ent_coef)
 
     def build_network(self) -> None:
         self.network = self.make_network()
@@ -119,7 +115,7 @@ class ActorCriticModule(ControlModule):
         if self._is_alone and len(x) < 2:
             return x
         if self._whitened is None or self._whitened[0] is not x:
-            std, mean = ranks.std_mean(x, self._is_alone)
+            std, mean = torch.std_mean(x) if self._is_alone else ranks.std_mean(x)
             self._whitened = x, (x - mean) / (std + 1e-8)
         return self._whitened[1]
 

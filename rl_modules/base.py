@@ -493,11 +493,12 @@ class ControlModule(Algorithm):
         return max(0.0, 1.0 - self.source.num_timesteps / self.source.total_timesteps)
 
     def update_schedules(self, progress_remaining: float) -> None:
-        """Sets every scheduled value; called at the start and after new experience was collected."""
+        """Sets and records every scheduled value; called at the start and after new experience was collected."""
         for name, schedule in self.schedules.items():
             if schedule.decays:
-                value = schedule_value(schedule, progress_remaining)
-                setattr(self, name, max(value, self.declared_settings[name].least))
+                value = max(schedule_value(schedule, progress_remaining), self.declared_settings[name].least)
+                setattr(self, name, value)
+                self.record_now(**{name: value})
         if self.learning_rate is None:
             return
         schedule = parse_schedule(self.learning_rate, "learning_rate")
@@ -523,8 +524,7 @@ class ControlModule(Algorithm):
 
     def loss_over_ranks(self, loss: Tensor, n: int) -> Tensor:
         """Returns a minibatch's loss so that its mean over ranks is that over all their transitions, n on this one."""
-        weight = self.rank_weight(n)
-        return loss if weight == 1.0 else loss * weight
+        return loss if self._is_alone else loss * self.rank_weight(n)
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean of a tensor over ranks, which call this together."""

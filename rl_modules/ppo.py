@@ -67,13 +67,10 @@ class PPO(ActorCriticModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        #: Whether the objective has the adaptive KL penalty instead of clipping.
+        self.penalizes = self.policy_objective == "penalty"
         if self.target_kl is None:
             self.target_kl = 0.01 if self.penalizes else math.inf
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether the objective has the adaptive KL penalty instead of clipping."""
-        return self.policy_objective == "penalty"
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions, their log-probabilities and the values of the states, each [N]."""
@@ -87,6 +84,8 @@ class PPO(ActorCriticModule):
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.kl_exceeded = False
+        if not self.penalizes:
+            self.record_now(clip_range=self.clip_range)
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])
         kept: Any = {name: rollout[name] for name in STORED if name in rollout}  # type: ignore[literal-required]
         return {**kept, "advantage": advantage, "returns": returns}
@@ -134,11 +133,6 @@ class PPO(ActorCriticModule):
     def value_loss(self, value: Tensor, batch: Minibatch) -> Tensor:
         """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
         return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
-
-    def update_schedules(self, progress_remaining: float) -> None:
-        super().update_schedules(progress_remaining)
-        if not self.penalizes:
-            self.record_now(clip_range=self.clip_range)
 
     # ---------------------------------------------------------------- adaptive KL penalty
 

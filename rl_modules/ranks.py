@@ -21,10 +21,8 @@ def is_alone(trainer: Trainer | None) -> bool:
     return trainer is None or trainer.world_size == 1
 
 
-def std_mean(x: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
-    """Standard deviation (unbiased) and mean of a minibatch, scalars."""
-    if alone:
-        return torch.std_mean(x)
+def std_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Standard deviation (unbiased) and mean of the minibatches of all ranks, scalars."""
     wide = x.double()
     count = torch.full((), float(x.numel()), dtype=torch.float64, device=x.device)
     sums = torch.stack([count, wide.sum(), wide.square().sum()])

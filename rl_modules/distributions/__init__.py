@@ -82,11 +82,21 @@ def matrix_shape(space: spaces.Space) -> tuple[int, ...] | None:
     return None if space.shape is None or len(space.shape) == 1 else space.shape
 
 
-def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
-    """Returns the distribution over ``space`` with a policy's outputs as its parameters."""
+def make_distribution(
+    space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None, latent: Tensor | None = None
+) -> Distribution:
+    """Returns the distribution over ``space`` with a policy's outputs as its parameters; with state-dependent noise
+    ``log_std`` is a matrix, and ``latent`` has the features that it multiplies.
+    """
     if isinstance(space, spaces.Box):
         if log_std is None:
             raise UsageError(f"the action space {space} needs log_std, the log standard deviation")
+        if latent is not None and log_std.ndim == 2:
+            from rl_modules.exploration import StateDependentGaussian
+
+            # As in Stable-Baselines3, the noise does not train the features.
+            latent = (latent if latent.dtype is torch.float64 else latent.float()).detach()
+            return StateDependentGaussian(parameters, log_std, latent, matrix_shape(space))
         from rl_modules.distributions.gaussian import DiagGaussian
 
         return DiagGaussian(parameters, log_std, matrix_shape(space))

@@ -8,8 +8,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
-from rl_modules.distributions import Distribution, make_distribution, matrix_shape, parameter_count
-from rl_modules.exploration import StateDependentGaussian
+from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.fast.modules import call
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import ParallelMLP, full_precision, hidden_widths, last_layer, mlp, orthogonal
@@ -65,18 +64,10 @@ class ActorCritic(nn.Module):
         else:
             latents = [call(tower, features) for tower in self.towers]  # type: ignore[attr-defined]
         numbers = full_precision(call(self.policy_head, latents[0]))
-        policy = make_policy(self.action_space, numbers, self.log_std, latents[0])
+        policy = make_distribution(self.action_space, numbers, self.log_std, latents[0])
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, last_layer(self.value_head, latents[1]).squeeze(-1)
-
-
-def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | None, latent: Tensor) -> Distribution:
-    """Returns the action distribution of a policy head."""
-    if log_std is not None and log_std.ndim == 2:
-        # As in Stable-Baselines3, the noise does not train the features.
-        return StateDependentGaussian(numbers, log_std, full_precision(latent).detach(), matrix_shape(action_space))
-    return make_distribution(action_space, numbers, log_std)
 
 
 class ValueNetwork(nn.Module):

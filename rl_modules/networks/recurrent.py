@@ -11,8 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
-from rl_modules.distributions import Distribution, parameter_count
-from rl_modules.networks.actor_critic import make_policy
+from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.networks.encoders import build_encoder, init_orthogonal
 from rl_modules.networks.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
 
@@ -98,7 +97,7 @@ class RecurrentActorCritic(nn.Module):
         latent = self.policy_tower(policy_latent)
         parameters = full_precision(self.policy_head(latent))
         value = last_layer(self.value_head, self.value_tower(value_latent)).squeeze(-1)
-        return make_policy(self.action_space, parameters, self.log_std, latent), value, after
+        return make_distribution(self.action_space, parameters, self.log_std, latent), value, after
 
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Returns the outputs of the policy's and the critic's recurrent networks, [L, B, H] each, and the state after
