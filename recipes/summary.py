@@ -2,8 +2,10 @@
 
 import inspect
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from lightning import Trainer
@@ -16,6 +18,7 @@ from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder, write_hparams
 from rl_modules.common.spaces import image_brief
+from rl_modules.core.curves import write_point
 from rl_modules.loggers import flat_settings
 from rl_modules.ranks import launches
 
@@ -85,10 +88,10 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         mean, std = final["test/mean_reward"], final["test/std_reward"]
         result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
     seconds, total = time["time/time_elapsed"], round(time["time/total_timesteps"])
-    resumed = since_resumed(round(time["time/fps"] * seconds), total)
+    pace = f" in {seconds:.1f} s ({time['time/fps']:,.0f} per second)"
     rows = {
         f"{type(model).__name__} on {data.env_name}": result,
-        "transitions": f"{total:,}{resumed} in {seconds:.1f} s ({time['time/fps']:,.0f} per second)",
+        "transitions": done(round(time["time/fps"] * seconds), total, pace),
     }
     if (image := image_brief(model.observation_space)) is not None:
         rows["observation"] = image
@@ -136,6 +139,10 @@ def files_of(trainer: Trainer) -> dict[str, str]:
 def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
     """Writes the hyperparameters and the final metrics to every logger."""
     settings = flat_settings(model, data)
+    checkpoints = Checkpoints.of(trainer)
+    if isinstance(data, ControlDataModule) and (checkpoints is None or checkpoints.evaluated_at != step):
+        # The last policy is the last point of the evaluation's curves.
+        write_point(trainer, {name.replace("test/", "eval/", 1): value for name, value in final.items()}, step)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and final and trainer.is_global_zero:
             write_hparams(logger, settings, changed_settings(settings, [model, data]), final, step)
@@ -150,29 +157,37 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     """Prints the results of the run and the locations of its checkpoints and curves."""
     checkpoints = Checkpoints.of(trainer)
     assert checkpoints is not None
-    best = checkpoints.best_model_path
-    last = checkpoints.last_path
-    if launches(trainer) and (written := log_folder(trainer) / "checkpoints" / "last.ckpt").exists():
-        last = written
+    best, last = checkpoints.best_model_path, str(checkpoints.last_path or "")
+    if launches(trainer):  # the ranks wrote them
+        last, best = (str(path) if (path := log_folder(trainer) / "checkpoints" / f"{name}.ckpt").exists() else given
+                      for name, given in (("last", last), ("best", best)))  # fmt: skip
     origin = model.hparams.get("init_from")
-    none = "the last: none was evaluated in training" if checkpoints.writes else "none (enable_checkpointing=false)"
-    score = checkpoints.best_model_score
+    unit = "steps" if exports else "transitions"
+    none = "not in this folder" if checkpoints.writes else "not written (enable_checkpointing=false)"
+    if last and not best and checkpoints.evaluated_at is None:
+        best_is = "the last: none was evaluated in training"
+    else:
+        best_is = _relative(best) if best else none
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
-        "last checkpoint": _relative(str(last)) if last else "none",
-        "best checkpoint": _relative(best) if best else none,
-        **({"best evaluation": f"{checkpoints.monitor} {float(score):.4g}"} if best and score is not None else {}),
-        "curves": curves_of(trainer),
-        **files_of(trainer),
+        "last checkpoint": _relative(last) if last else none,
+        "best checkpoint": best_is,
     }
+    if best and (score := checkpoints.best_model_score) is not None:
+        after = "" if checkpoints.best_at is None else f" after {checkpoints.best_at:,} {unit}"
+        rows["best evaluation"] = f"{checkpoints.monitor} {float(score):.4g}{after}"
+    rows |= {"curves": curves_of(trainer), **files_of(trainer)}
     if exports and last:
-        rows["export"] = export_of(model, _relative(best or str(last)))
-    # Nothing is wrapped, so that a copied path or command is whole.
-    width = max(map(len, rows))
+        rows["export"] = export_of(model, _relative(best or last))
+    width = max(map(len, rows)) + 2
+    room = shutil.get_terminal_size().columns - width if sys.stdout.isatty() else sys.maxsize
     for left, right in rows.items():
-        print(f"{left:{width}}  {right}")
-    return str(last)
+        # A terminal would break lines inside a word. A command to copy stays whole.
+        lines = [right] if left == "export" else wrap(right, max(room, 20), break_long_words=False,
+                                                      break_on_hyphens=False)  # fmt: skip
+        print(f"{left:{width}}" + f"\n{'':{width}}".join(lines))
+    return last
 
 
 def export_of(model: Any, path: str) -> str:
@@ -246,10 +261,10 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
         shown.append("of the last steps (no held-out records to evaluate on)" if shown else "no held-out records")
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown)}
     began_step, began_tokens = model.began_at
-    rows["optimizer steps"] = f"{steps:,}{since_resumed(steps - began_step, steps)} in {seconds:.1f} s"
+    rows["optimizer steps"] = done(steps - began_step, steps, f" in {seconds:.1f} s")
     if tokens := model.num_tokens - began_tokens:
-        whole = f"{model.num_tokens:,}{since_resumed(tokens, model.num_tokens)}"
-        rows["tokens"] = f"{whole}, {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"
+        pace = f", {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"
+        rows["tokens"] = done(tokens, model.num_tokens, pace)
     latest = getattr(model, "latest_metrics", {})
     if "time/peak_memory_gib" in latest:
         rows["GPU"] = f"{latest['time/peak_memory_gib']:.1f} GiB at most"
@@ -258,6 +273,8 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
     return rows
 
 
-def since_resumed(part: int, whole: int) -> str:
-    """Returns how many of a run's steps, tokens or transitions this process made; nothing where it made all."""
-    return "" if part == whole else f" ({part:,} since the run resumed)"
+def done(part: int, whole: int, pace: str) -> str:
+    """Returns how many steps, tokens or transitions a run made, and how many of them in this process."""
+    if part == 0 and whole:
+        return f"{whole:,}, all before this process: the run was complete"
+    return f"{whole:,}{'' if part == whole else f' ({part:,} since the run resumed)'}{pace}"

@@ -58,6 +58,8 @@ class Algorithm(Declared, L.LightningModule):
     reached: dict[str, Any] | None = None
     #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
     began_at: tuple[int, int] = (0, 0)
+    #: The training metric that shows first whether the algorithm learns.
+    learning_curve = "rollout/ep_rew_mean"
     #: Whether each rank's gradients of an unfinished step are stored, instead of their mean.
     stores_own_gradients = True
     #: Global norm of the last gradient before it was clipped; None where nothing is clipped.

@@ -32,14 +32,15 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 
 #: What a ModelCheckpoint knows of the best checkpoint.
-_BEST = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score")
+_BEST = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score",
+         "best_at")  # fmt: skip
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
 
 
 class Checkpoints(ModelCheckpoint):
-    """Writes ``best.ckpt`` after the best evaluation and ``last.ckpt`` at intervals, into ``checkpoints`` in the run's
-    folder.
+    """Writes ``best.ckpt`` after the best evaluation, the later of equal ones, and ``last.ckpt`` at intervals, into
+    ``checkpoints`` in the run's folder.
 
     ``last.ckpt`` is written between two batches, after an optimizer step, and again at the end. Ctrl-C, SIGTERM and
     SIGHUP write it at the next such moment and stop the run. The checkpoint before it stays as ``previous.ckpt``.
@@ -88,6 +89,9 @@ class Checkpoints(ModelCheckpoint):
         #: Called between any two batches, with the Trainer.
         self.observers: list[Callable[[L.Trainer], None]] = []
         self.last_path: Path | None = None
+        #: Where on the curves' axis the best and the last evaluation were; None: there was none.
+        self.best_at: int | None = None
+        self.evaluated_at: int | None = None
         self.requests = StopRequests()
         #: Prints lines where there is no terminal; the command line sets it.
         self.progress: ProgressLines | None = None
@@ -134,6 +138,7 @@ class Checkpoints(ModelCheckpoint):
         best from the checkpoint, which is loaded later.
         """
         self.dirpath = self.last_path = self.best_model_score = self.current_score = None
+        self.best_at = self.evaluated_at = None
         self.best_model_path = self.kth_best_model_path = ""
         self.best_k_models = {}
         self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
@@ -178,7 +183,16 @@ class Checkpoints(ModelCheckpoint):
         if self._finite is not None:
             self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def check_monitor_top_k(self, trainer: L.Trainer, current: torch.Tensor | None = None) -> bool:
+        """Returns whether an evaluation is the best so far, or as good."""
+        is_equal = current is not None and self.best_model_score is not None and bool(current == self.best_model_score)
+        is_best = super().check_monitor_top_k(trainer, current) or is_equal
+        self.best_at = self.evaluated_at if is_best else self.best_at
+        return is_best
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.evaluated_at = getattr(pl_module, "place", trainer.global_step)
         if not self.writes:
             return
         before = {name: copy.copy(getattr(self, name)) for name in _BEST}
@@ -313,6 +327,8 @@ class Checkpoints(ModelCheckpoint):
         return {
             **super().state_dict(),
             "mode": self.mode,
+            "best_at": self.best_at,
+            "evaluated_at": self.evaluated_at,
             "settings": self._settings,
             "curves": curves.lengths(self._trainer),
             "loggers": [adapter.position() for adapter in adapters(self._trainer)],
@@ -320,13 +336,14 @@ class Checkpoints(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_settings = state_dict["settings"]
+        self.evaluated_at = state_dict.get("evaluated_at")
         best = os.path.join(str(self.dirpath), "best.ckpt")
         # The best checkpoint by another metric is not comparable.
         if (state_dict["monitor"], state_dict.get("mode", self.mode)) != (self.monitor, self.mode):
             return
         # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
         if state_dict["best_model_path"] and os.path.exists(best):
-            score = state_dict["best_model_score"]
+            score, self.best_at = state_dict["best_model_score"], state_dict.get("best_at")
             super().load_state_dict({
                 **state_dict, "dirpath": self.dirpath, "best_model_path": best, "kth_best_model_path": best,
                 "best_k_models": {best: score},

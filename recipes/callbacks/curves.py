@@ -93,8 +93,7 @@ def log_folder(trainer: L.Trainer) -> Path:
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
-_EVALUATION = ["eval/mean_reward", "eval/std_reward"]
-_RETURN = {"return": ["rollout/ep_rew_mean"], "evaluation": _EVALUATION}
+_RETURN = {"return": ["rollout/ep_rew_mean", "eval/mean_reward"], "spread of evaluation": ["eval/std_reward"]}
 _POLICY = {**_RETURN, "entropy": ["train/entropy_loss"], "value": ["train/explained_variance", "train/value_loss"]}
 
 #: Charts by algorithm: title, and the tags that are drawn in it.

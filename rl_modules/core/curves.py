@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules.common.errors import UsageError
+from rl_modules.loggers import adapters
 
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -129,9 +130,14 @@ def _over_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, 
 
 
 def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
-    """Writes one point of each curve to each logger, at a place on the x-axis."""
+    """Writes one point of each curve to each logger, at a place on the x-axis; the learning curve's also before the
+    others.
+    """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=place)
+    if (name := trainer.lightning_module.learning_curve) in metrics:
+        for adapter in adapters(trainer):
+            adapter.write_learning_curve(name, metrics[name], place)
 
 
 def write_evaluation(module: Any, metrics: Mapping[str, Tensor | float], **options: Any) -> None:

@@ -119,7 +119,6 @@ class LanguageModule(LanguageMetrics):
     dropout = False
     #: Metric that selects the best checkpoint, and its mode, ``max`` or ``min``.
     best_metric: tuple[str, str] = ("eval/loss", "min")
-    #: The training metric that shows first whether the algorithm learns.
     learning_curve = "train/loss"
     #: The default optimizer's eps, which is added to the root of the second moment.
     adam_eps = 1e-8

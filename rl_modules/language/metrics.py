@@ -12,7 +12,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import hand_to_callbacks, write_point
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.throughput import Throughput, device_figures
-from rl_modules.loggers import adapters
 
 #: Groups of metrics; a name without one belongs to training.
 GROUPS = ("train/", "eval/", "test/", "time/")
@@ -45,8 +44,6 @@ class LanguageMetrics(Algorithm):
 
     #: Optimizer steps between two points of the curves.
     logging_steps: int
-    #: The curve that shows whether training works.
-    learning_curve: str
     #: The last point of every curve, by displayed name.
     latest_metrics: dict[str, float] = transient({})
     #: The same without speeds, and without the extra point at the end of a run.
@@ -164,9 +161,6 @@ class LanguageMetrics(Algorithm):
         self.latest_metrics.update(metrics)
         hand_to_callbacks(self.trainer, metrics)
         write_point(self.trainer, metrics, step)
-        if self.learning_curve in metrics:
-            for adapter in adapters(self.trainer):
-                adapter.write_learning_curve(self.learning_curve, metrics[self.learning_curve], step)
         # Reward functions may read the last point, also after a resume. Speeds differ from run to run.
         latest = {name: float(x) for name, x in metrics.items() if not name.startswith("time/")}
         self.regular_metrics = {**self.regular_metrics, **latest}

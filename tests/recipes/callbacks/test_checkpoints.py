@@ -648,3 +648,14 @@ def test_the_best_by_another_measure_does_not_stand_in_the_way(monitor: str, mod
     assert len(seen) >= 2
     expected = max(first, *seen) if is_same else min(seen)
     assert float(checkpoints.best_model_score) == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_equal_evaluations_the_later_is_the_best(tmp_path: Path) -> None:
+    """Every evaluation of a constant return is as good as the first."""
+    data = RolloutDataModule("tests.envs:make_constant_reward", n_envs=1, n_steps=8, total_timesteps=32, eval_freq=8,
+                             n_eval_episodes=1)  # fmt: skip
+    trainer = fit(A2C(net_arch=[4]), data, **saving(tmp_path))
+    checkpoints = Checkpoints.of(trainer)
+    best = torch.load(checkpoints.best_model_path, weights_only=True)
+    assert checkpoints.best_at == best["RolloutDataModule"]["num_timesteps"] == 32
+    assert list((tmp_path / "checkpoints").glob("best*")) == [Path(checkpoints.best_model_path)]

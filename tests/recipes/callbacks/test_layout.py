@@ -7,9 +7,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from recipes.callbacks.curves import CHARTS, layout_of
+from datamodules import RolloutDataModule
+from recipes import Trainer
+from recipes.callbacks.curves import CHARTS, layout_of, points
 from recipes.cli import main
-from rl_modules import PPO, RLOO, SAC
+from rl_modules import A2C, PPO, RLOO, SAC
 
 GLOSSARY = Path(__file__).parents[3].joinpath("docs/metrics.md").read_text("utf-8")
 DEFINED = {name for line in GLOSSARY.splitlines() if line.startswith("| `")
@@ -44,3 +46,21 @@ def test_a_runs_charts_match_what_it_logs(tmp_path: Path, monkeypatch: pytest.Mo
     for chart in category.chart:
         for pattern in chart.multiline.tag:
             assert any(re.match(pattern, tag) for tag in events.Tags()["scalars"]), pattern
+
+
+def test_the_learning_curve_comes_first_and_the_last_policy_ends_the_evaluation(tmp_path: Path) -> None:
+    """The time series page sorts groups by name and opens the first two."""
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=32, total_timesteps=640, eval_freq=256, n_eval_episodes=2,
+                             n_test_episodes=3)  # fmt: skip
+    Trainer(default_root_dir=tmp_path, enable_progress_bar=False).fit(A2C(net_arch=[8]), data)
+    found = points(next(tmp_path.glob("logs/*/version_0")))
+    assert min(tag.partition("/")[0] for tag in found) == "curve"
+    assert found["curve/ep_rew_mean"] == found["rollout/ep_rew_mean"] != []
+    assert [step for step, _ in found["eval/mean_reward"]] == [0, 256, 512, 640]
+    assert found["eval/mean_reward"][-1] == found["test/mean_reward"][-1]
+    # A run whose last evaluation came after its last update has that point alone.
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=32, total_timesteps=512, eval_freq=256, n_eval_episodes=2,
+                             n_test_episodes=3)  # fmt: skip
+    Trainer(default_root_dir=tmp_path, enable_progress_bar=False).fit(A2C(net_arch=[8]), data)
+    found = points(next(tmp_path.glob("logs/*/version_1")))
+    assert [step for step, _ in found["eval/mean_reward"]] == [0, 256, 512]

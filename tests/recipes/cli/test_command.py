@@ -120,7 +120,7 @@ def test_fit_prints_a_summary(rl):
     for mark in ("last checkpoint", "best checkpoint"):
         path = next(line.split()[-1] for line in lines if line.startswith(mark))
         assert Path(path).is_file()
-    assert re.search(r"^best evaluation +eval/mean_reward \d+", out, re.MULTILINE)
+    assert re.search(r"^best evaluation +eval/mean_reward [\d.]+ after [\d,]+ transitions$", out, re.MULTILINE)
     assert "tensorboard --logdir logs/PPO-CartPole-v1 (run version_0)" in out
     # No bar, no warnings: the output is no terminal.
     assert "%" not in err

@@ -60,8 +60,8 @@ def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: 
     code, out, err = rl("fit", *RUN, "--data.eval_freq=512", "--checkpoint.interval_s=0",
                         "--trainer.enable_checkpointing=false")  # fmt: skip
     assert code == 0, err
-    assert re.search(r"last checkpoint +none\n", out)
-    assert re.search(r"best checkpoint +none \(enable_checkpointing=false\)\n", out)
+    assert re.search(r"last checkpoint +not written \(enable_checkpointing=false\)\n", out)
+    assert re.search(r"best checkpoint +not written \(enable_checkpointing=false\)\n", out)
     assert not list(tmp_path.rglob("*.ckpt"))
     given = '[{"class_path": "ModelCheckpoint"}]'
     code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false", f"--trainer.callbacks={given}")
