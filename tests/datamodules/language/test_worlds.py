@@ -1,0 +1,109 @@
+import math
+from itertools import product
+
+import pytest
+
+from datamodules.language.worlds import Arithmetic, Guess, Islands, TextMaze, demonstrations
+
+WORLDS = [TextMaze, Guess, Arithmetic, Islands]
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def play(world, record, words):
+    world.reset(record)
+    steps = [world.step(said(word)) for word in words]
+    return [m[0]["content"] if m else None for m, _, _ in steps], sum(r for _, r, _ in steps), steps[-1][2]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_scripted_player_s_dialogues_end_and_repeat(world):
+    records = world.records("train", 20)
+    dialogues = list(demonstrations(world(), records, seed=3))
+    assert dialogues == list(demonstrations(world(), records, seed=3))
+    assert len(dialogues) == 20
+    for dialogue in dialogues:
+        roles = [message["role"] for message in dialogue["messages"]]
+        assert roles[0] == "user" and roles[-1] == "assistant"
+        assert all((role == "assistant") == bool(i % 2) for i, role in enumerate(roles))
+
+
+@pytest.mark.parametrize("world", [Arithmetic, Islands])
+def test_splits_share_no_question_and_the_scripted_player_is_right(world):
+    train, test = ({r["prompt"] for r in world.records(split, 500)} for split in ("train", "test"))
+    assert not train & test
+    for dialogue in demonstrations(world(), world.records("test", 30)):
+        assert dialogue["reward"] == 1.0
+        assert dialogue["messages"][2]["role"] == "tool"
+        assert dialogue["messages"][-1]["content"] in dialogue["messages"][2]["content"]
+
+
+# ---------------------------------------------------------------- maze
+
+
+def test_the_maze_as_text_is_the_maze_of_the_table():
+    """Every sequence of three moves, compared with the transition table."""
+    world = TextMaze(brief=True)
+    for moves in product(range(4), repeat=3):
+        state, earned, cells = 0, 0.0, []
+        for move in moves:
+            [(_, state, reward, ended)] = world.maze.P[state][move]
+            earned += reward
+            cells.append(None if ended else f"{state // 3},{state % 3}")
+            if ended:
+                break
+        words = [TextMaze.names[move] for move in moves[: len(cells)]]
+        assert play(world, {}, words) == (cells, earned, ended)
+        assert play(world, {}, [word[0].upper() for word in words])[1] == earned
+
+
+def test_another_word_ends_a_walk_without_a_reward_and_the_horizon_ends_it_too():
+    assert play(TextMaze(), {}, ["right", "north"])[1:] == (0.0, True)
+    assert play(TextMaze(max_steps=2), {}, ["left", "left"])[1:] == (0.0, True)
+
+
+# ---------------------------------------------------------------- guess
+
+
+def bisect(world, record):
+    low, high = 1, world.most
+    messages, done = world.reset(record), False
+    while not done:
+        middle = (low + high) // 2
+        messages, _, done = world.step(said(str(middle)))
+        if messages and messages[0]["content"] == "higher":
+            low = middle + 1
+        else:
+            high = middle - 1
+    return world.guesses
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64, 100])
+def test_no_strategy_guesses_faster_than_bisection(most):
+    world = Guess(most)
+    counts = [bisect(world, {"secret": number}) for number in range(1, most + 1)]
+    assert Guess.optimum(most) == pytest.approx(sum(counts) / most)
+    # Of any strategy at most 2^(k-1) numbers are found by the k-th guess.
+    assert Guess.optimum(most) == pytest.approx(sum(int(math.log2(i)) + 1 for i in range(1, most + 1)) / most)
+
+
+def test_a_guess_costs_one_whether_it_is_a_number_or_not():
+    world = Guess(brief=True)
+    assert play(world, {"secret": 5}, ["9", "1", "five", "", "٣", "5"]) == (["-", "+", "!", "!", "!", None], -6.0, True)
+    assert play(world, {"secret": 5}, ["1"] * 10)[1:] == (-10.0, True)
+
+
+def test_every_number_is_asked_equally_often():
+    asked = [record["secret"] for record in Guess.records("train", 128)]
+    assert sorted(asked) == sorted([*range(1, 65)] * 2) and asked != sorted(asked)
+
+
+def test_the_scripted_guesser_is_consistent_with_what_it_was_told():
+    """Random binary search takes 2 (1 + 1/n) H_n - 3 guesses on average (Knuth, TAOCP 3, 6.2.2)."""
+    world = Guess(max_guesses=64)
+    records = Guess.records("train", 6400)
+    mean = -sum(d["reward"] for d in demonstrations(world, records)) / len(records)
+    expected = 2 * (1 + 1 / 64) * sum(1 / i for i in range(1, 65)) - 3
+    assert mean == pytest.approx(expected, abs=0.1)
