@@ -1,0 +1,1 @@
+"""Environments that were written for other libraries, as environments of dialogues."""
