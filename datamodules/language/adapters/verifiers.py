@@ -26,14 +26,11 @@ def load(env_id: str, env_args: str = "{}") -> Any:
     return load_environment(env_id, **json.loads(env_args))
 
 
-def records(env_id: str, n: int = -1, **env_args: Any) -> list[dict[str, Any]]:
-    """Returns the environment's own training records, for ``data`` of ``PromptDataModule`` or a JSONL file."""
-    return [dict(row) for row in load(env_id, json.dumps(env_args)).get_dataset(n)]
-
-
 class VerifiersEnvironment:
     """A rollout of a ``verifiers`` environment, which runs in a thread and asks this object where it would ask a server
     of the model; the rubric's reward is that of the last turn.
+
+    Its records are ``load(env_id).get_dataset()``, for ``data`` of ``PromptDataModule`` or a JSONL file.
 
     Not carried: rollouts that rewrite their earlier messages, rewards of groups, and tasksets of verifiers 0.2 and
     later, whose agents are programs that talk to a server.
@@ -51,11 +48,9 @@ class VerifiersEnvironment:
         self._said: queue.Queue[Message | None] = queue.Queue()
 
     def reset(self, record: dict[str, Any]) -> list[Message]:
-        """Begins the rollout of a record with ``prompt`` and the environment's other columns."""
-        row = {"example_id": 0, **record}
-        if isinstance(row["prompt"], str):
-            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
-        threading.Thread(target=lambda: asyncio.run(self._run(row)), daemon=True).start()
+        """Begins the rollout of a record with ``prompt``, a list of messages, and the environment's other columns."""
+        work = self._run({"example_id": 0, **record})
+        threading.Thread(target=asyncio.run, args=(work,), daemon=True).start()
         return list(self._next()[0])
 
     def step(self, message: Message) -> Step:
@@ -64,7 +59,7 @@ class VerifiersEnvironment:
         return self._next()
 
     def close(self) -> None:
-        """Ends the rollout's thread."""
+        """Ends the rollout, which can't read this message, and its thread."""
         self._said.put(None)
 
     def _next(self) -> Step:
@@ -72,31 +67,32 @@ class VerifiersEnvironment:
         found = self._asked.get()
         if isinstance(found, BaseException):
             raise found
-        if isinstance(found, float):
-            return [], found, True
-        last = max((i for i, message in enumerate(found) if message["role"] == "assistant"), default=-1)
-        return found[last + 1 :], 0.0, False
+        return found
 
     async def _run(self, row: dict[str, Any]) -> None:
+        from verifiers import Client
+
+        methods = {**dict.fromkeys(Client.__abstractmethods__), "get_response": staticmethod(self.get_response)}
         try:
-            state = await self.env.rollout(row, self, "policy")
+            state = await self.env.rollout(row, type("Policy", (Client,), methods)(None), "policy")
             if state.get("error") is not None:
                 raise state["error"]
             await self.env.rubric.score_rollout(state)
-            self._asked.put(float(state["reward"]))
+            self._asked.put(([], float(state["reward"]), True))
         except BaseException as error:
             self._asked.put(error)
 
     async def get_response(self, prompt: Any, tools: Any = None, **_: Any) -> Any:
         """What a client of verifiers does: returns the model's answer to a prompt."""
-        from verifiers.types import Response, ResponseMessage, ToolCall
+        from verifiers import types
 
         self.tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools or []]
-        self._asked.put([message.model_dump(exclude_none=True) for message in prompt])
+        asked = [message.model_dump(exclude_none=True) for message in prompt]
+        last = max((i for i, message in enumerate(asked) if message["role"] == "assistant"), default=-1)
+        self._asked.put((asked[last + 1 :], 0.0, False))
         said = await asyncio.to_thread(self._said.get)
-        if said is None:
-            raise asyncio.CancelledError
-        calls = [ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
+        calls = [types.ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
                  for i, call in enumerate(calls_of(said))]  # fmt: skip
         how = {"finish_reason": "tool_calls" if calls else "stop", "is_truncated": False, "tool_calls": calls or None}
-        return Response(id="", created=0, model="", message=ResponseMessage(content=str(said["content"] or ""), **how))
+        message = types.ResponseMessage(content=str(said["content"] or ""), **how)
+        return types.Response(id="", created=0, model="policy", message=message)

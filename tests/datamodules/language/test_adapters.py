@@ -16,7 +16,7 @@ from datamodules.language.adapters.gymnasium import GymnasiumEnvironment
 from datamodules.language.adapters.nemo_gym import NeMoGymEnvironment
 from datamodules.language.adapters.openenv import OpenEnvEnvironment
 from datamodules.language.adapters.trl import TRLEnvironment
-from datamodules.language.adapters.verifiers import VerifiersEnvironment, records
+from datamodules.language.adapters.verifiers import VerifiersEnvironment, load
 from datamodules.language.environments import load_environment
 from rl_modules.common.errors import UsageError
 
@@ -286,11 +286,12 @@ def verifiers(monkeypatch):
     module = types.ModuleType("countdown_environment")
     module.load_environment = load_environment
     monkeypatch.setitem(sys.modules, "countdown_environment", module)
+    load.cache_clear()
 
 
 @pytest.mark.long
 def test_an_environment_of_verifiers_runs_its_own_rollout(verifiers):
-    [record] = records("countdown_environment")
+    [record] = load("countdown_environment").get_dataset()
     environment = VerifiersEnvironment("countdown_environment")
     opening = environment.reset({**record, "seed": 1, "start_seed": 1})
     assert [(m["role"], m["content"]) for m in opening] == [("system", "Play."), ("user", "Begin.")]
@@ -306,7 +307,7 @@ def test_an_environment_of_verifiers_runs_its_own_rollout(verifiers):
 @pytest.mark.long
 def test_tools_of_verifiers(verifiers):
     environment = VerifiersEnvironment("countdown_environment", {"kind": "tools"})
-    environment.reset(records("countdown_environment", kind="tools")[0])
+    environment.reset(environment.env.get_dataset()[0])
     assert environment.tools[0]["function"]["name"] == "double"
     [answer], _, done = environment.step(said("", ("double", {"x": 5})))
     assert (answer["role"], answer["content"], done) == ("tool", "10", False)
