@@ -104,7 +104,7 @@ class TextMaze:
             return _user(self.cell())
         rows, columns = self.maze.shape
         return _user(f"You walk in a maze of {rows} rows and {columns} columns. Find the goal and avoid the trap. "
-                     f"Answer with one word: left, down, right or up. You are at {self.cell()} (row,column).")  # fmt: skip
+                     f"Answer with one word: left, down, right or up. You are at {self.cell()}.")  # fmt: skip
 
     def step(self, message: Message) -> Step:
         """Moves."""

@@ -45,7 +45,7 @@ class VerifiersEnvironment:
     def __init__(self, env_id: str, env_args: dict[str, Any] | None = None) -> None:
         self.env = load(env_id, json.dumps(env_args or {}))
         self._asked: queue.Queue[Any] = queue.Queue()
-        self._said: queue.Queue[Message | None] = queue.Queue()
+        self._said: queue.Queue[Any] = queue.Queue()
 
     def reset(self, record: dict[str, Any]) -> list[Message]:
         """Begins the rollout of a record with ``prompt``, a list of messages, and the environment's other columns."""
