@@ -177,7 +177,10 @@ class _Talk:
         self.dialogues, self.rows, self._limits = dialogues, rows, limits
         self.patience_s = dialogues.patience_s
         self.limits = [self._room(row) for row in rows]
-        self._asked: dict[int, Answer | None] = {}
+        self._asked: dict[int, Answer] = {}
+        #: Rows that have ended a turn since the last call of ``take``, and those that were not answered in time before.
+        self._fresh: list[int] = []
+        self._slow: set[int] = set()
 
     @property
     def waiting(self) -> int:
@@ -190,12 +193,17 @@ class _Talk:
         message = written_message(self.dialogues.encoder.tokenizer, tokens, own.record.get("tools") or [])
         own.messages.append(message)
         self._asked[row] = self.dialogues.calls.start(own.number, "step", message)
+        self._fresh.append(row)
 
     def take(self, patience_s: float | None) -> list[Further]:
-        answers = [answer for answer in self._asked.values() if answer is not None]
-        wait(answers, patience_s, for_all=patience_s is not None)
-        there = [row for row, answer in self._asked.items() if answer is None or answer.is_there]
-        return [self._further(row) for row in sorted(there)]
+        if patience_s is None:
+            wait(list(self._asked.values()), None, for_all=False)
+        elif patience_s:
+            # What was slow once is not waited for again.
+            wait([self._asked[row] for row in self._fresh if row not in self._slow], patience_s, for_all=True)
+            self._slow.update(row for row in self._fresh if not self._asked[row].is_there)
+        self._fresh.clear()
+        return [self._further(row) for row in sorted(self._asked) if self._asked[row].is_there]
 
     def _room(self, row: Row) -> int:
         left = min(self._limits.tokens, self._limits.context - len(row.prompt_ids)) - row.used
@@ -203,7 +211,6 @@ class _Talk:
 
     def _further(self, number: int) -> Further:
         row, answer = self.rows[number], self._asked.pop(number)
-        assert answer is not None
         try:
             messages, reward, done = check_step(answer.value(), self.dialogues.name)
         except (Exception, SystemExit) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -88,6 +90,27 @@ class RowCache(Cache):
             self._first[i] = self._first[j]
         self._place(self._first[:rows])
 
+    def take_out(self, rows: list[int]) -> list[Parked]:
+        """Returns copies of what the cache holds of some rows, which come back with them after they were dropped."""
+        return [
+            Parked([layer.states(row, width) for layer in self._rows], width)
+            for row, width in ((row, self._clock - self._first[row]) for row in rows)
+        ]
+
+    def put_back(self, parked: Sequence[Parked], room: int) -> None:
+        """Adds rows that were taken out, after the existing ones."""
+        width = max(row.width for row in parked)
+        index = torch.arange(len(parked), device=self._rows[0].device)
+        for number, layer in enumerate(self._rows):
+            states = [row.states[number] for row in parked]
+            keys, values = (
+                torch.stack([pad(state[i], (0, 0, width - row.width, 0))
+                             for state, row in zip(states, parked, strict=True)])
+                for i in (0, 1)
+            )  # fmt: skip
+            layer.append((keys, values), index, room)
+        self._place([*self._first, *[self._clock - row.width for row in parked]])
+
     def _place(self, first: list[int]) -> None:
         """Stores where rows begin, and drops columns that no row uses any more."""
         self._first, self._before = first, None
@@ -98,6 +121,16 @@ class RowCache(Cache):
             layer.narrow(self._clock - begin)
         if any(column != begin for column in first):
             self._before = on(self._rows[0].device, [column - begin for column in first]).unsqueeze(1)
+
+
+@dataclass(eq=False)
+class Parked:
+    """A row that was taken out of a cache: per layer its keys and values, (heads, width, head size)."""
+
+    states: list[_States]
+    width: int
+    #: Its prompt, of a cache that keeps prompts apart.
+    source: int = -1
 
 
 class RowLayer(DynamicLayer):
@@ -184,6 +217,11 @@ class RowLayer(DynamicLayer):
             buffer[self._count : rows, :, : self._end] = 0  # what a mask hides must be a number still
         self._count, self.is_initialized = rows, True
         self._view()
+
+    def states(self, row: int, width: int) -> _States:
+        """Returns copies of the last columns of a row."""
+        end = self.keys.shape[-2]
+        return self.keys[row, :, end - width :].clone(), self.values[row, :, end - width :].clone()
 
     def narrow(self, width: int) -> None:
         """Forgets all but the last columns."""

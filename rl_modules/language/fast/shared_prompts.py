@@ -6,7 +6,7 @@ time on a CPU. Here one matrix product multiplies a prompt's keys with the queri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rl_modules.language.fast.grouped_attention import attention_of, can_group
-from rl_modules.language.row_cache import RowCache
+from rl_modules.language.row_cache import Parked, RowCache
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts
@@ -53,6 +53,8 @@ class SharedPromptCache(RowCache):
         #: Layers whose attention got what the cache holds.
         self.direct: set[int] = set()
         self._kept: int | None = None
+        #: Rows that were taken out, whose prompts are kept.
+        self._parked: list[Parked] = []
 
     def admit(self, prompts: Prompts, kept_rows: int, keep: bool, room: int) -> None:
         if len(self.direct) < len(self._rows):
@@ -91,6 +93,22 @@ class SharedPromptCache(RowCache):
             source[holes] = source[movers]
             self._arrange(source[:rows])
 
+    def take_out(self, rows: list[int]) -> list[Parked]:
+        parked = super().take_out(rows)
+        if self.prompts:
+            for row, place in zip(parked, self.source[rows].tolist(), strict=True):
+                row.source = place
+            self._parked += parked
+        return parked
+
+    def put_back(self, parked: Sequence[Parked], room: int) -> None:
+        before = bool(self._first)
+        super().put_back(parked, room)
+        if self.prompts:
+            source = torch.tensor([row.source for row in parked], device=self.source.device)
+            self._parked = [row for row in self._parked if row not in parked]
+            self._arrange(torch.cat([self.source, source]) if before else source)
+
     @contextmanager
     def attention(self, model: Any) -> Iterator[None]:
         token = _current.set(self)
@@ -127,7 +145,7 @@ class SharedPromptCache(RowCache):
 
     def _arrange(self, source: Tensor) -> None:
         """Assigns each row a place by its prompt. Prompts without rows are dropped once they are half of all."""
-        kept = [] if self._kept is None else [self._kept]
+        kept = [*([] if self._kept is None else [self._kept]), *[row.source for row in self._parked]]
         used = torch.cat([source, source.new_tensor(kept)]).unique()
         if 2 * len(used) <= len(self.prompts[0][0]):
             self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
@@ -135,6 +153,8 @@ class SharedPromptCache(RowCache):
             source = torch.searchsorted(used, source)
             if self._kept is not None:
                 self._kept = int(torch.searchsorted(used, self._kept))
+            for row in self._parked:
+                row.source = int(torch.searchsorted(used, row.source))
         ordered, order = source.sort(stable=True)
         rank = torch.arange(len(source), device=source.device) - torch.searchsorted(ordered, ordered)
         self.source, self.width = source, int(rank.max()) + 1

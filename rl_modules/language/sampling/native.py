@@ -17,10 +17,12 @@ from rl_modules.language.fast.graphs import held_bytes, make_room, release
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill
+from rl_modules.language.sampling.conversing import Conversing, decode_in_turns
 from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
+from rl_modules.language.sampling.turns import Partner
 from rl_modules.language.sharding import gathered_once, is_sharded
 
 #: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
@@ -171,6 +173,40 @@ class NativeSampler:
                 synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight,
                 cache_implementation=self.cache_implementation, graph_memory=self.graph_memory, **vars(settings),
             )  # fmt: skip
+
+    def converse(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
+    ) -> Completions | None:
+        """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
+        model, whole = self.model, settings.max_completion_length
+        config = text_config(model.config)
+        check_request(
+            prompts, 1, whole, list(settings.eos_token_id), seeds, positions := max_length(config), config.vocab_size
+        )
+        device = next(model.parameters()).device
+        if is_sharded(model) or device.type == "mps":
+            return None
+        at_once = rows_in_flight(model, prompts, 1, whole, self.max_rows_in_flight, False)
+        with (
+            torch.no_grad(),
+            evaluation_mode(model.modules()),
+            without_router_logits(model),
+            without_plans(),
+            uncompiled(model),
+        ):
+            longest = min(max(map(len, prompts)) + whole, positions)
+            cache = cache_for("dynamic", model, longest, False, at_once, self.graph_memory)
+            if cache is None or not may_refill(model, cache, False):
+                return None
+            batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
+            limit = (positions - batch.length[batch.source]).clamp(max=whole)
+            ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
+            record = Record(limit, ends, settings.pad_token_id)
+            rule = NextToken(settings.temperature, settings.top_k, settings.top_p, settings.min_p,
+                             settings.repetition_penalty)  # fmt: skip
+            conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
+            decode_in_turns(conversing, model, None if at_once >= len(prompts) else at_once)
+            return conversing.completions(_completions(record, model))
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from rl_modules.language.sampling.native import NativeSampler
+from rl_modules.language.sampling.protocol import SamplingSettings
+from rl_modules.language.sampling.turns import Further, by_turns
 from tests.datamodules.language.dialogue_cases import ALGORITHMS, data_of, folder_of_tokenizer, module_of
+from tests.rl_modules.language.sampler_cases import tiny_model
 from tests.training import fit
 
 
@@ -59,3 +63,53 @@ def test_a_run_in_turns_counts_what_the_model_wrote(tmp_path, algorithm, environ
         assert not rollout["log_prob"][~rollout["written"]].any()
         total = rollout["turn_reward"].sum(1)
         assert torch.allclose(rollout["rewards"][:, -1], total)
+
+
+class Scripted:
+    """A partner that answers row i's turn k with given tokens, some of them late."""
+
+    patience_s = 0.0
+
+    def __init__(self, rows, turns, limit, late=()):
+        self.limits, self.turns, self.late, self.limit = [limit] * rows, turns, set(late), limit
+        self.counts, self.asked, self.calls = [0] * rows, {}, 0
+
+    @property
+    def waiting(self):
+        return len(self.asked)
+
+    def ended(self, row, tokens, finished):
+        self.counts[row] += 1
+        self.asked[row] = self.calls + (3 + row % 3 if row in self.late else 0)
+
+    def take(self, patience_s):
+        self.calls += 1
+        there = sorted(row for row, call in self.asked.items() if patience_s is None or call <= self.calls)
+        found = []
+        for row in there:
+            del self.asked[row]
+            k = self.counts[row]
+            tokens = [(7 * row + 3 * k + j) % 20 + 2 for j in range(1 + (row + k) % 4)]
+            over = k >= self.turns + row % 2
+            found.append(Further(row, tokens, 1000 * k + row, 0 if over else self.limit, over))
+        return found
+
+
+@pytest.mark.parametrize("late", [(), (0, 3, 4), range(12)], ids=["at once", "some late", "all late"])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "top_k": 20}], ids=str)
+@pytest.mark.parametrize(("fast", "at_once"), [("1", None), ("0", None), ("1", 5)])
+def test_kept_keys_change_no_token(tmp_path, monkeypatch, late, settings, fast, at_once):
+    """The native sampler's own way of turns writes what a completion per turn writes, each read from its beginning."""
+    monkeypatch.setenv("RL_FAST", fast)
+    torch.manual_seed(0)
+    model = tiny_model()
+    prompts = [[5 + i // 4, 6, 7, *range(8, 8 + i // 4)] for i in range(12)]
+    seeds = list(range(12))
+    own = SamplingSettings(40, (1,), 0, **settings)
+    sampler = NativeSampler(model, max_rows_in_flight=at_once)
+    written = sampler.converse(prompts, seeds, own, Scripted(12, 3, 5, late))
+    again = by_turns(sampler, prompts, seeds, own, Scripted(12, 3, 5, late))
+    assert written is not None and int(written.turn.max()) == 3
+    for name in ("tokens", "length", "finished", "written", "turn"):
+        assert torch.equal(getattr(written, name), getattr(again, name)), name
+    torch.testing.assert_close(written.log_prob, again.log_prob, atol=1e-5, rtol=1e-4)
