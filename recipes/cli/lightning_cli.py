@@ -208,9 +208,11 @@ class RLCLI(LightningCLI):
         parameters = settings_of(saved)
         description = parameters.get("description")
         if description is not None and saved.get("algorithm") == type(self.model).__name__:
-            from rl_modules.language.lora import require_same_adapters  # imports transformers
+            lora = self.model.hparams["lora"]
+            if (lora is None) != (parameters.get("lora") is None):
+                from rl_modules.language.lora import refuse_other_adapters  # imports transformers
 
-            require_same_adapters(self.model.hparams["lora"], parameters.get("lora"))
+                refuse_other_adapters(lora, parameters.get("lora"))
             self.model.hparams["description"] = description
 
     def _check_environment(self) -> None:

@@ -44,13 +44,13 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
                          "rl_modules.contract.ExperienceSource states")  # fmt: skip
 
 
-def check_batch(module: Any, batch: Any, step: str) -> None:
-    """Refuses a batch that a language algorithm can't read, such as one of a ``DataLoader`` of token ids.
+def require_tokens(module: Any, batch: Any) -> None:
+    """Refuses a batch without tokens, which a language algorithm can't read, such as one of a ``DataLoader`` of ids.
 
     Batches of a user-defined step are not checked.
     """
-    if isinstance(batch, Mapping) and "tokens" in batch:
-        return
+    stage = module.trainer.state.stage.dataloader_prefix  # train, val, test or predict
+    step = {"train": "training_step", "val": "validation_step", "test": "test_step"}.get(stage, "predict_step")
     fitting = DATAMODULES.get(getattr(module, "learns_from", ""))
     if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
         return

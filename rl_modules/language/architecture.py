@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.lora import refuse_no_model
-from rl_modules.language.tokenizer import needs_own_code
+from rl_modules.language.tokenizer import needs_own_code, refuse_no_model
 
 #: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
 SMALL = {
@@ -264,3 +263,24 @@ def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_adde
     elif coefficient and not is_added:
         rank_zero_warn(f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
                        "mixture of experts without a loss that keeps them in balance, which SFT alone has")  # fmt: skip
+
+
+def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
+    """Returns the fields of a transformers config that a checkpoint may contain, those of configs within it too."""
+    return _plain_fields(config.to_dict())
+
+
+def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    # The config of a model that also takes images has its language model's config, with non-plain values too.
+    named = {key for key, value in fields.items() if isinstance(value, dict) and all(isinstance(k, str) for k in value)}
+    parts = {key: _plain_fields(value) if key in named else value for key, value in fields.items()}
+    return {key: value for key, value in parts.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a checkpoint may hold it: numbers, strings, and lists and dictionaries of them."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,7 +1,8 @@
 """Base class of the language algorithms: arguments, model and tokenizer, optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
@@ -17,50 +18,35 @@ from rl_modules.common.factories import build, require_callable
 from rl_modules.common.foreign_names import default_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
-from rl_modules.core.seams import check_batch
+from rl_modules.core.seams import require_tokens
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
     check_router_loss,
     make_config,
     max_length,
+    plain_config,
     refuse_loading_arguments,
     text_config,
 )
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
-from rl_modules.language.frozen_weights import (
-    Sources,
-    check_sources,
-    describe_sources,
-    frozen_parameters,
-    require_same_weights,
-    source_path,
-)
-from rl_modules.language.gguf import directory_of
-from rl_modules.language.learning_rate import check_schedule, make_schedule
-from rl_modules.language.lora import (
-    begins_unchanged,
-    check_lora,
-    refuse_biases_of_16_bits,
-    require_same_adapters,
-    train_in_float32,
-)
+from rl_modules.language.learning_rate import beside_scheduler, check_schedule, make_schedule, without_warmup
 from rl_modules.language.metrics import LanguageMetrics, monitors
-from rl_modules.language.models import check_model_object, is_name, make_model, tokenizer_name, without_ignored
-from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
-from rl_modules.language.sampling.decode import transformers_model
-from rl_modules.language.sharding import (
-    Splitter,
-    adopt,
+from rl_modules.language.models import (
+    check_model_object,
+    is_name,
     is_sharded,
-    of_first_rank,
-    scatter,
-    shard,
-    share,
-    splitter,
-    storage_on_first_rank,
-    whole,
-    whole_tensors,
+    make_model,
+    tokenizer_name,
+    without_ignored,
 )
+from rl_modules.language.precision import (
+    adopt_precision,
+    adopt_strategy,
+    convert_frozen,
+    float32_by_default,
+    require_float32_masters,
+)
+from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
 from rl_modules.loggers import log_settings
@@ -74,6 +60,8 @@ def name_or_object(name: str, value: Any) -> Any:
     if type(value) in (list, tuple, set, dict):
         raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where a single text should be")
     if isinstance(value, str) and value.endswith(".gguf"):
+        from rl_modules.language.gguf import directory_of
+
         return directory_of(value)
     return value if is_name(value) else (value,)
 
@@ -83,25 +71,19 @@ def name_alone(value: Any) -> Any:
     return None if isinstance(value, tuple) else value
 
 
+def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
+    """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
+    if lora is None:
+        return None
+    from rl_modules.language.lora import plain_adapters
+
+    return plain_adapters(name, lora)
+
+
 def adapters_of(module: Any) -> dict[str, Any] | None:
     """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
     lora: dict[str, Any] | None = module.hparams["lora"]
     return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
-
-
-def beside_scheduler(module: Any) -> str | None:
-    """The reason why an argument of the schedule is idle."""
-    if module.scheduler_factory is None:
-        return None
-    return "beside lr_scheduler, which is the whole schedule; make it a part of that"
-
-
-def without_warmup(module: Any) -> str | None:
-    """The reason why ``warmup_steps`` is idle."""
-    constant = module.hparams["lr_scheduler_type"] == "constant"
-    return beside_scheduler(module) or (
-        "with lr_scheduler_type='constant'; take constant_with_warmup" if constant else None
-    )
 
 
 class LanguageModule(LanguageMetrics):
@@ -185,8 +167,8 @@ class LanguageModule(LanguageMetrics):
     #: The model that is trained.
     model: Any
     stores_own_gradients = False  # their mean over ranks is smaller than all of them
-    # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
-    _sources: Sources
+    # Path and digest of frozen weights, by prefix; and weights of which the loaded checkpoint holds only a digest.
+    _sources: dict[str, dict[str, str]]
     _left_out: set[str]
 
     def __post_init__(self) -> None:
@@ -212,11 +194,6 @@ class LanguageModule(LanguageMetrics):
         self._logged_names: set[str] = set()
         self._throughput = Throughput()
         self._sources, self._left_out = {}, set()
-
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
-        found = getattr(type(self), name, None)
-        return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -254,31 +231,29 @@ class LanguageModule(LanguageMetrics):
         of ``fit`` the last run's state is cleared.
         """
         hp: Any = self.hparams
-        sharded = self._trainer is not None and adopt(self.trainer.strategy)
+        sharding, is_new = adopt_strategy(self._trainer), self.model is None
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
         if hp.lora is not None:
+            from rl_modules.language.lora import refuse_biases_of_16_bits
+
             precision = self.trainer.precision if self.is_fitting else "32-true"
             refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
-        weights, is_new = None, self.model is None
         if is_new:
-            with float32_by_default(), storage_on_first_rank() if sharded else nullcontext():
-                self._build(sharded)
-            weights = whole_tensors(self) if sharded else None
+            with float32_by_default(), nullcontext() if sharding is None else sharding.storage_on_first_rank():
+                self._build(sharding)
         if self._trainer is None:
             return
         convert_frozen(self)
         if self.is_fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             self.begin_run()
-        if sharded and not is_sharded(self.model):
-            self.shard(splitter(self.trainer.strategy))
-            if weights is not None:
-                scatter(self, weights, self.trainer.strategy.root_device)
+        if sharding is not None and not is_sharded(self.model):
+            sharding.split_models(self, is_new)
         if self.is_fitting and is_new:
             copy_for_averages(self)
 
-    def _build(self, sharded: bool) -> None:
+    def _build(self, sharding: Any) -> None:
         hp: Any = self.hparams
         described = hp.description is not None
         source = self.frozen_source("model.") if described else self._source
@@ -292,30 +267,33 @@ class LanguageModule(LanguageMetrics):
             torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
             self.build_model(config, source)
         if hp.lora is not None:
+            from rl_modules.language.lora import train_in_float32
+
             train_in_float32(self)
         # Where weights are sharded, the first rank alone has read them.
-        if sharded:
-            description, sources = of_first_rank(lambda: self._description(config))
-        else:
-            description, sources = self._description(config)
+        describe = partial(self._description, config)
+        description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
         if (generation := description.get("generation_config")) is not None:
             transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
         self._given_model = ()
         self._sources = sources  # of the weights as they were read: a precision may convert them
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
-    def _description(self, config: Any) -> tuple[dict[str, Any], Sources]:
+    def _description(self, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """Returns the models as plain data, and the sources of frozen weights."""
-        hp: Any = self.hparams
-        if hp.description is None:
-            # Adapters that take over a part of the weights change those that remain, which then differ from the
-            # directory's.
-            arguments = {prefix: argument for prefix, argument in self.frozen_arguments().items()
-                         if begins_unchanged(getattr(self, prefix.removesuffix(".")))}  # fmt: skip
-            return self.describe(config), describe_sources(self, arguments, hp)
-        sources = hp.description.get("frozen", {})
-        check_sources(self, sources, hp)
-        return hp.description, sources
+        description: Any = self.hparams["description"]
+        if description is None:
+            arguments = self.frozen_arguments()
+            if not arguments:
+                return self.describe(config), {}
+            from rl_modules.language.frozen_weights import describe_sources
+
+            return self.describe(config), describe_sources(self, arguments)
+        if sources := description.get("frozen", {}):
+            from rl_modules.language.frozen_weights import check_sources
+
+            check_sources(self, sources, self.hparams)
+        return description, sources
 
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
@@ -328,7 +306,11 @@ class LanguageModule(LanguageMetrics):
         """
         hp: Any = self.hparams
         source = hp.description.get("frozen", {}).get(prefix)
-        return None if source is None else source_path(source, hp)
+        if source is None:
+            return None
+        from rl_modules.language.frozen_weights import source_path
+
+        return source_path(source, hp)
 
     def describe(self, config: Any) -> dict[str, Any]:
         """Describes the models as plain data, from which a checkpoint builds them again."""
@@ -337,10 +319,6 @@ class LanguageModule(LanguageMetrics):
         if generation is not None:  # the list of EOS tokens, and the sampling defaults that an export hands on
             described["generation_config"] = plain_config(generation)
         return described
-
-    def shard(self, split: Splitter) -> None:
-        """Splits the weights over ranks; algorithms with further models extend this."""
-        shard(self.model, split)
 
     def build_model(self, config: Any, source: Any) -> None:
         """Sets ``self.model``; algorithms with further models (reference, value) extend this.
@@ -384,17 +362,11 @@ class LanguageModule(LanguageMetrics):
             warn_of_noise(self.model)
         check_router_loss(self.model, self.hparams["model_config"] or {}, type(self).__name__, self.balances_experts)
 
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        check_batch(self, batch, "training_step")
-
-    def _on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        check_batch(self, batch, "validation_step")
-
-    def _on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        check_batch(self, batch, "test_step")
-
-    def _on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        check_batch(self, batch, "predict_step")
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Returns the batch; refuses one of a ``DataLoader`` that an algorithm of this project can't read."""
+        if not (isinstance(batch, Mapping) and "tokens" in batch):
+            require_tokens(self, batch)
+        return batch
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -410,12 +382,22 @@ class LanguageModule(LanguageMetrics):
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
         sources = self.hparams["description"]["frozen"]
-        self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
+        self._left_out = self._frozen_names(sources)
         self.load_state_dict(state_dict)
+
+    def _frozen_names(self, prefixes: Iterable[str]) -> set[str]:
+        """Returns the names of the frozen parameters whose names begin with a prefix."""
+        if not prefixes:
+            return set()
+        from rl_modules.language.frozen_weights import frozen_parameters
+
+        return {name for prefix in prefixes for name in frozen_parameters(self, prefix)}
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         gradients = accumulated_gradients(self) if self.is_fitting else {}
         if is_sharded(self.model):  # and averaged already
+            from rl_modules.language.sharding import whole
+
             return whole(gradients) if gradients else {}
         # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
         strategy: Any = self._trainer and self.trainer.strategy
@@ -427,10 +409,9 @@ class LanguageModule(LanguageMetrics):
         # `WeightAveraging`, whose hook ran before, has stored averages there and the module's weights under another
         # key.
         states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
-        for prefix in self.hparams["description"]["frozen"]:
-            for name in frozen_parameters(self, prefix):
-                for state in states:
-                    del state[name]
+        for name in self._frozen_names(self.hparams["description"]["frozen"]):
+            for state in states:
+                del state[name]
         checkpoint["num_tokens"] = self.num_tokens
         watched = {} if self._trainer is None else monitors(self.trainer)
         checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
@@ -438,15 +419,19 @@ class LanguageModule(LanguageMetrics):
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._require_own(checkpoint)
         parameters = settings_of(checkpoint)
-        if "lora" in parameters:
-            require_same_adapters(self.hparams["lora"], parameters["lora"])
-        saved = (parameters.get("description") or {}).get("frozen", {})
-        require_same_weights(self._sources, saved, self.hparams)
+        if "lora" in parameters and (self.hparams["lora"] is None) != (parameters["lora"] is None):
+            from rl_modules.language.lora import refuse_other_adapters
+
+            refuse_other_adapters(self.hparams["lora"], parameters["lora"])
+        if saved := (parameters.get("description") or {}).get("frozen", {}):
+            from rl_modules.language.frozen_weights import require_same_weights
+
+            require_same_weights(self._sources, saved, self.hparams)
         # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
         own = self.hparams["description"]
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
-        self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
+        self._left_out = self._frozen_names(saved)
         if "averaging_state" in checkpoint:
             # `WeightAveraging` loads them into a copy of this module, without its `load_state_dict`.
             own_state = self.state_dict()
@@ -464,10 +449,13 @@ class LanguageModule(LanguageMetrics):
         self._means.to(self.device)  # a checkpoint's are on the CPU
         if self._means:
             self.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
-        parameters = dict(self.named_parameters())
-        for name, gradient in self.run.gradients.items():
-            of = parameters[name]
-            self.run.gradients[name] = share(gradient.to(of.device, of.dtype), of)
+        if gradients := self.run.gradients:
+            parameters = dict(self.named_parameters())
+            gradients |= {name: g.to(parameters[name].device, parameters[name].dtype) for name, g in gradients.items()}
+            if is_sharded(self.model):
+                from rl_modules.language.sharding import share
+
+                gradients |= {name: share(gradient, parameters[name]) for name, gradient in gradients.items()}
         resume_training(self)
         finish_batch(self.trainer)
 
@@ -522,28 +510,3 @@ class LanguageModule(LanguageMetrics):
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
         self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.record(grad_norm=self.grad_norm)
-
-
-def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
-    """Returns the fields of a transformers config that a checkpoint may contain, those of configs within it too."""
-    return _plain_fields(config.to_dict())
-
-
-def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    # The config of a model that also takes images contains its language model's config, which also has non-plain
-    # values.
-    parts = {key: _plain_fields(value) if _has_names(value) else value for key, value in fields.items()}
-    return {key: value for key, value in parts.items() if _is_plain(value)}
-
-
-def _has_names(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Returns whether a checkpoint may hold it: numbers, strings, and lists and dictionaries of them."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

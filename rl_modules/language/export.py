@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import original_dropout
 from rl_modules.language.lora import merged
-from rl_modules.language.models import eos_token_ids
-from rl_modules.language.sharding import is_sharded, whole
+from rl_modules.language.models import eos_token_ids, is_sharded
+from rl_modules.language.sharding import whole
 from rl_modules.language.tokenizer import PLAIN_AUTO_MAP
 
 #: Texts on which ways of splitting differ: spaces, line feeds, numbers, letters beyond ASCII.

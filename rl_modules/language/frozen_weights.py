@@ -9,16 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import begins_unchanged
 
 #: Source and digest of the frozen weights of each part of a module, by the prefix of its parameters' names.
 Sources = dict[str, dict[str, str]]
 
 
-def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -> Sources:
-    """Describes frozen weights by path and digest, which a checkpoint stores instead of them."""
+def describe_sources(module: Any, arguments: dict[str, str]) -> Sources:
+    """Describes the frozen weights that arguments name by path and digest, which a checkpoint stores instead of them.
+
+    Adapters that take over a part of the weights change those that remain, which then differ from the directory's.
+    """
     sources: Sources = {}
     for prefix, argument in arguments.items():
-        place = str(given[argument])
+        if not begins_unchanged(getattr(module, prefix.removesuffix("."))):
+            continue
+        place = str(module.hparams[argument])
         sources[prefix] = {
             "argument": argument,
             "given": place,

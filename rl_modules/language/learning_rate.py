@@ -53,3 +53,17 @@ def make_schedule(
     with warnings.catch_warnings():  # num_stable_steps come before the run's length
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
         return get_scheduler(kind, optimizer, warmup_steps, int(steps), arguments)
+
+
+def beside_scheduler(module: Any) -> str | None:
+    """The reason why an argument of the schedule is idle."""
+    if module.scheduler_factory is None:
+        return None
+    return "beside lr_scheduler, which is the whole schedule; make it a part of that"
+
+
+def without_warmup(module: Any) -> str | None:
+    """The reason why ``warmup_steps`` is idle."""
+    if module.hparams["lr_scheduler_type"] == "constant":
+        return beside_scheduler(module) or "with lr_scheduler_type='constant'; take constant_with_warmup"
+    return beside_scheduler(module)

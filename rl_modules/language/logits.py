@@ -6,6 +6,12 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
+from rl_modules.language.architecture import text_config
+
+#: Elements of all logits from which on they are tiled; on a CPU 128 MB of float32.
+TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
+#: Tokens of a batch so large that every model with a large vocabulary tiles it.
+_LARGE_BATCH = 2**16
 
 
 class TokenStatistics(NamedTuple):
@@ -55,10 +61,10 @@ def log_probs_at(
         inputs: of the model, see :func:`logits_at`.
     """
     arguments = target.unsqueeze(0), temperature, entropy, accuracy
-    if is_fast():
-        from rl_modules.language.fast.tiled_head import can_tile, is_large, tiled_at
+    if is_large(len(target), model):
+        from rl_modules.language.fast.tiled_head import can_tile, tiled_at
 
-        if is_large(len(target), model) and can_tile(model):
+        if can_tile(model):
             return tiled_at(model, place, source, *arguments, equal_weights, **inputs)
     logits = logits_at(model, place, **inputs)
     return statistics(logits if source is None else logits[:, source], *arguments)
@@ -71,3 +77,21 @@ def statistics(
     log_prob = F.token_log_probs(logits, target, temperature)
     spread = F.token_entropy(logits, temperature) if entropy else None
     return TokenStatistics(log_prob, spread, logits.detach().argmax(-1) == target if accuracy else None)
+
+
+def is_large(tokens: int, model: Any) -> bool:
+    """Returns whether the logits of so many tokens are worth tiling."""
+    elements = tokens * text_config(model.config).vocab_size
+    return is_fast() and elements > TILED_ABOVE["cpu" if next(model.parameters()).is_cpu else "accelerator"]
+
+
+def prepare_head(model: Any) -> None:
+    """Checks now, not with the first batch, which fast paths of the output layer are exact for a model."""
+    if is_fast():
+        from rl_modules.language.fast.chosen_places import last_mlp
+
+        last_mlp(model)
+    if is_large(_LARGE_BATCH, model):
+        from rl_modules.language.fast.tiled_head import can_tile
+
+        can_tile(model)

@@ -5,7 +5,6 @@ initialisation.
 import copy
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_modules.common.arguments import is_storable
 from rl_modules.common.errors import UsageError
+from rl_modules.language.models import freeze_unread_parts
 
 #: Fields of a LoraConfig that do not define the adapters; the model's head decides the task type.
 _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path")
@@ -22,10 +22,8 @@ _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model
 _SWITCHED = ("lora_", ".modules_to_save.", ".token_adapter.")
 
 
-def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
-    """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
-    if lora is None:
-        return None
+def plain_adapters(name: str, lora: Any) -> dict[str, Any]:
+    """Converts a ``LoraConfig``, or its arguments, to plain data."""
     if isinstance(lora, dict):
         fields = lora
     else:
@@ -45,29 +43,13 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
     return fields
 
 
-def refuse_no_model(name: str) -> None:
-    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to."""
-    if name.endswith(".ckpt") and Path(name).is_file():
-        raise UsageError(f"{name!r} is a checkpoint, and a model is a directory; write one with `rl export --ckpt_path "
-                         f"{name} --output FOLDER`, and give FOLDER")  # fmt: skip
-    config = Path(name, "adapter_config.json")
-    if config.is_file():
-        scores = '"SEQ_CLS"' in config.read_text(encoding="utf-8")
-        load = (f"AutoPeftModelForSequenceClassification.from_pretrained({name!r}, num_labels=1)" if scores else
-                f"AutoPeftModelForCausalLM.from_pretrained({name!r})")  # fmt: skip
-        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, {load}."
-                         "merge_and_unload().save_pretrained(FOLDER), and give FOLDER; lora={...} trains new ones from "
-                         "there")  # fmt: skip
-
-
-def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
+def refuse_other_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
     """Refuses a checkpoint with adapters for a module without them, and one without adapters for a module with them."""
-    if given is None and saved is not None:
+    if given is None:
         raise UsageError(f"lora=None, but the checkpoint's run trained adapters with lora={saved}; give the same lora, "
                          "which the run's config.yaml has")  # fmt: skip
-    if given is not None and saved is None:
-        raise UsageError(f"lora={given}, but the checkpoint's run trained all weights, without adapters; leave lora "
-                         "out, or begin a new run from an export")  # fmt: skip
+    raise UsageError(f"lora={given}, but the checkpoint's run trained all weights, without adapters; leave lora out, "
+                     "or begin a new run from an export")  # fmt: skip
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
@@ -132,20 +114,6 @@ def _give_dtype_of(original: nn.Module, layer: nn.Module, arguments: tuple[Any, 
 
 def _needs_cast(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type)
-
-
-def freeze_unread_parts(model: PreTrainedModel) -> None:
-    """Freezes the parts of a composite model that do not process text: image and sound encoders.
-
-    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
-    """
-    if model.config.get_text_config(decoder=True) is model.config:
-        return
-    head = getattr(model, "score", None) or model.get_output_embeddings()
-    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in read:
-            parameter.requires_grad_(False)
 
 
 # -------------------------------------------------------------------- merging

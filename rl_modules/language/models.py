@@ -21,7 +21,6 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import CLASSES, require_head, unreadable
-from rl_modules.language.lora import add_lora, freeze_unread_parts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Operations whose results selective checkpointing keeps.
@@ -76,6 +75,8 @@ def make_model(
         require_all_weights(str(name), model, config, found)
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
+        from rl_modules.language.lora import add_lora
+
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
     return model
 
@@ -99,6 +100,25 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = named if isinstance(named, list) else [] if named is None else [named]
     return sorted({*listed, tokenizer.eos_token_id})
+
+
+def freeze_unread_parts(model: PreTrainedModel) -> None:
+    """Freezes the parts of a composite model that do not process text: image and sound encoders.
+
+    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return
+    head = getattr(model, "score", None) or model.get_output_embeddings()
+    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 # ---------------------------------------------------------------- weights of files

@@ -12,7 +12,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.language.base import LanguageModule
-from rl_modules.language.fast.tiled_head import prepare_head
+from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
@@ -100,7 +100,6 @@ class LanguagePolicy(LanguageModule):
         self._forget_weights()
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super()._on_train_batch_start(batch, batch_idx)
         if self._sampler is not None:
             self._sampler.sleep()
 

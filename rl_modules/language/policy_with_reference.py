@@ -14,13 +14,11 @@ from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
-from rl_modules.language.architecture import max_length
-from rl_modules.language.base import plain_config
+from rl_modules.language.architecture import max_length, plain_config
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.scoring import completion_log_probs, sequence_scores
-from rl_modules.language.sharding import Splitter, shard
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Rollout = dict[str, Any]
@@ -115,12 +113,6 @@ class PolicyWithReference(LanguagePolicy):
         described = {name: None if model is None else plain_config(model.config) for name, model in judges.items()}
         other = None if self.reward_tokenizer is None else tokenizer_to_dict(self.reward_tokenizer)
         return {**super().describe(config), **described, "reward_tokenizer": other}
-
-    def shard(self, split: Splitter) -> None:
-        super().shard(split)
-        for judge in (self.reference, self.reward_model):
-            if judge is not None:
-                shard(judge, split)
 
     def build_model(self, config: Any, source: Any) -> None:
         """Policy, reference and reward model."""

@@ -1,4 +1,6 @@
-"""Precision of language models: which weights may have 16 bits, and which tensors are float32 under every precision."""
+"""Precision of language models, which weights may have 16 bits and which tensors are float32 under every precision; and
+the strategy that splits weights.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from rl_modules.common.errors import UsageError
 
@@ -44,6 +47,29 @@ class FrozenHalfPrecision(HalfPrecision):
 
     def convert_input(self, data: Any) -> Any:
         return data
+
+
+def sharded_strategy(**arguments: Any) -> Any:
+    """Makes the strategy that splits weights over ranks."""
+    from rl_modules.language.sharding import ShardedStrategy
+
+    return ShardedStrategy(**arguments)
+
+
+for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
+    StrategyRegistry.register(_name, sharded_strategy, description="weights split over ranks (FSDP2)")
+
+
+def adopt_strategy(trainer: L.Trainer | None) -> Any:
+    """Returns :mod:`rl_modules.language.sharding` where a Trainer's strategy splits weights, which it replaces by the
+    project's; else None.
+    """
+    if trainer is None or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        return None
+    from rl_modules.language import sharding
+
+    sharding.adopt(trainer.strategy)
+    return sharding
 
 
 def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:

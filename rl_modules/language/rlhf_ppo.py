@@ -24,7 +24,6 @@ from rl_modules.language.scoring import (
     token_values,
     written_mask,
 )
-from rl_modules.language.sharding import Splitter, shard
 from rl_modules.language.tokenizer import check_same_tokens
 
 
@@ -140,13 +139,6 @@ class RLHFPPO(PolicyWithReference):
         if self.value_model is not None and self.hparams["lora"] is not None and self.hparams[name] is not None:
             arguments["value_model."] = name
         return arguments
-
-    def shard(self, split: Splitter) -> None:
-        super().shard(split)
-        if self.value_head is not None:
-            self.value_head.shard(split)
-        else:
-            shard(self.value_model, split)
 
     # ---------------------------------------------------------------- experience
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.language.fast.tiled_head import is_large
-from rl_modules.language.logits import log_probs_at
+from rl_modules.language.logits import is_large, log_probs_at
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
 #: of a batch, no synchronisation with the device is needed.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -67,24 +67,25 @@ class ShardedStrategy(ModelParallelStrategy):
             optimizer.load_state_dict({**saved, "state": state})
 
 
-for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
-    StrategyRegistry.register(_name, ShardedStrategy, description="weights split over ranks (FSDP2)")
-
-
-def adopt(strategy: Any) -> bool:
-    """Returns whether a strategy shards; turns Lightning's, made before the module was known, into
-    :class:`ShardedStrategy`.
-    """
+def adopt(strategy: Any) -> None:
+    """Turns Lightning's strategy, made before the module was known, into :class:`ShardedStrategy`."""
     if isinstance(strategy, FSDPStrategy):
         raise UsageError("trainer.strategy=fsdp is the older way of sharding, which knows whole models only; take "
                          "ModelParallelStrategy")  # fmt: skip
-    if not isinstance(strategy, ModelParallelStrategy):
-        return False
     if strategy.precision_plugin.precision == "16-mixed":
         raise UsageError("trainer.precision=16-mixed scales the loss by what one rank sees of a gradient; where "
                          "weights are sharded take bf16-mixed")  # fmt: skip
     strategy.__class__ = ShardedStrategy
-    return True
+
+
+def split_models(module: Any, is_new: bool) -> None:
+    """Splits the weights of a module's models over ranks; those of new models come from the first rank."""
+    weights, split = whole_tensors(module), splitter(module.trainer.strategy)
+    for part in module.children():
+        if next(part.parameters(), None) is not None:  # a metric has none
+            part.shard(split) if hasattr(part, "shard") else shard(part, split)
+    if is_new:
+        scatter(module, weights, module.trainer.strategy.root_device)
 
 
 def splitter(strategy: Any) -> Splitter:
@@ -196,11 +197,6 @@ def _fits_whole(model: nn.Module) -> bool:
         return True
     size = sum(p.numel() * p.element_size() for p in parameters)
     return 2 * size <= torch.cuda.get_device_properties(device).total_memory
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def whole(tree: Any, keep: bool = True) -> dict[str, Any]:

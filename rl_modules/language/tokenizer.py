@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.lora import refuse_no_model
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -38,6 +37,21 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def refuse_no_model(name: str) -> None:
+    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to."""
+    if name.endswith(".ckpt") and Path(name).is_file():
+        raise UsageError(f"{name!r} is a checkpoint, and a model is a directory; write one with `rl export --ckpt_path "
+                         f"{name} --output FOLDER`, and give FOLDER")  # fmt: skip
+    config = Path(name, "adapter_config.json")
+    if config.is_file():
+        scores = '"SEQ_CLS"' in config.read_text(encoding="utf-8")
+        load = (f"AutoPeftModelForSequenceClassification.from_pretrained({name!r}, num_labels=1)" if scores else
+                f"AutoPeftModelForCausalLM.from_pretrained({name!r})")  # fmt: skip
+        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, {load}."
+                         "merge_and_unload().save_pretrained(FOLDER), and give FOLDER; lora={...} trains new ones from "
+                         "there")  # fmt: skip
 
 
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:

@@ -8,8 +8,7 @@ import torch
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import DPO, GRPO, KTO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import make_config
-from rl_modules.language.base import plain_config
+from rl_modules.language.architecture import make_config, plain_config
 from rl_modules.language.fast.self_check import require_left_to_right
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance import architectures

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.architecture import text_config
-from rl_modules.language.sharding import is_sharded
+from rl_modules.language.models import is_sharded
 
 log = logging.getLogger(__name__)
 

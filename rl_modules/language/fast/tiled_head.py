@@ -17,28 +17,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_modules import functional as F
-from rl_modules.fast import is_fast
 from rl_modules.functional.tokens import token_log_probs_gradient
 from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
 from rl_modules.language.logits import TokenStatistics, statistics
-from rl_modules.language.sharding import is_sharded
+from rl_modules.language.models import is_sharded
 
-#: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
+#: Elements of a tile's logits; on a CPU 64 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**28}
-TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
-#: Tokens of a batch so large that every model with a large vocabulary tiles it.
-_LARGE_BATCH = 2**16
 #: A model's processing of the output layer's result.
 Tail = Callable[[Tensor], Tensor]
 _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
-
-
-def is_large(tokens: int, model: Any) -> bool:
-    """Returns whether the logits of so many tokens are worth tiling."""
-    elements = tokens * text_config(model.config).vocab_size
-    return is_fast() and elements > TILED_ABOVE["cpu" if next(model.parameters()).is_cpu else "accelerator"]
 
 
 def tiled_statistics(
@@ -231,14 +221,6 @@ def tiled_at(
     log_prob, spread, likeliest = found[0]
     nothing = 0 * output[..., 0].float().sum()
     return TokenStatistics(log_prob + nothing, None if spread is None else spread + nothing, likeliest)
-
-
-def prepare_head(model: Any) -> None:
-    """Runs the self-checks of this module now, not with the first batch."""
-    if is_fast():
-        last_mlp(model)
-    if is_large(_LARGE_BATCH, model):
-        can_tile(model)
 
 
 def can_tile(model: Any) -> bool:

@@ -13,7 +13,6 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import max_length, text_config
-from rl_modules.language.fast.graphs import GraphCache, held_cache, new_cache
 from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
@@ -45,11 +44,13 @@ def cache_for(
     Arguments as for :func:`~rl_modules.language.sampling.sample`; ``slots`` rows of ``longest`` tokens will be decoded.
     """
     network, device = transformers_model(model), next(model.parameters()).device
-    wants_graphs = is_fast() and (implementation in GRAPHS or (implementation == "auto" and device.type == "cuda"))
-    if wants_graphs and synced_gpus:
+    graphs = wants_graphs(implementation, model)
+    if graphs and synced_gpus:
         warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
                   "cache_implementation=dynamic")  # fmt: skip
-    elif wants_graphs and (grouped := _groups(model, longest)) is not None:
+    elif graphs and (grouped := _groups(model, longest)) is not None:
+        from rl_modules.language.fast.graphs import held_cache
+
         return held_cache(model, grouped, longest, slots, graph_memory)
     shares = is_fast() and can_share_prompts(network, device)
     kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
@@ -67,9 +68,17 @@ def cache_for(
     return None
 
 
+def wants_graphs(implementation: str, model: Any) -> bool:
+    """Whether steps are to become graphs."""
+    on_cuda = next(model.parameters()).device.type == "cuda"
+    return is_fast() and (implementation in GRAPHS or (implementation == "auto" and on_cuda))
+
+
 def explain(folder: str) -> str:
     """How completions of a saved model are decoded on this machine, and why not in a faster way."""
     from transformers import AutoModelForCausalLM
+
+    from rl_modules.language.fast.graphs import GraphCache
 
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
@@ -99,6 +108,8 @@ def explain(folder: str) -> str:
 
 def _groups(model: Any, longest: int) -> bool | None:
     """Whether the steps that become graphs attend by :mod:`grouped_attention`; None: no steps of this model do."""
+    from rl_modules.language.fast.graphs import new_cache
+
     name = type(model).__name__
     if new_cache(model, False, longest, 1) is None:
         warn_once(f"{name} has no static cache here, so that cache_implementation=dynamic is taken")
@@ -118,7 +129,9 @@ def may_refill(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
         return False
     if synced_gpus:
         return True
-    if isinstance(cache, GraphCache):
+    if hasattr(cache, "grouped"):
+        from rl_modules.language.fast.graphs import new_cache
+
         return refills(model, partial(new_cache, model, cache.grouped, slots=2))
     return refills(model, partial(type(cache).for_model, text_config(model.config)))
 

@@ -16,10 +16,11 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.architecture import text_config
+from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
-from rl_modules.language.sharding import gathered_once, is_sharded
+from rl_modules.language.sharding import gathered_once
 
 #: Largest allowed difference between log-probabilities of an engine and of its weights' model, in nats, by dtype.
 _ROUNDING = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}

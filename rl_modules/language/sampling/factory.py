@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.native import NativeSampler, check_cache_implementation
 from rl_modules.language.sampling.protocol import Sampler
-from rl_modules.language.sharding import is_sharded
 
 #: Options of each sampler.
 OPTIONS: dict[str, tuple[str, ...]] = {

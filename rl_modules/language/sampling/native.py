@@ -13,17 +13,16 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.architecture import max_length, text_config
-from rl_modules.language.fast.graphs import held_bytes, make_room, release
 from rl_modules.language.fast.grouped_attention import without_plans
+from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill
+from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
 from rl_modules.language.sampling.conversing import Conversing, decode_in_turns
 from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
 from rl_modules.language.sampling.turns import Partner
-from rl_modules.language.sharding import gathered_once, is_sharded
 
 #: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
 _SHARE = 0.4
@@ -167,10 +166,15 @@ class NativeSampler:
         settings: SamplingSettings,
         on_ended: RowListener | None = None,
     ) -> Completions:
-        with gathered_once(self.model):
+        whole: AbstractContextManager[None] = nullcontext()
+        if sharded := is_sharded(self.model):
+            from rl_modules.language.sharding import gathered_once
+
+            whole = gathered_once(self.model)
+        with whole:
             return sample(
                 self.model, prompts, num_generations=num_generations, seeds=seeds, on_ended=on_ended,
-                synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight,
+                synced_gpus=sharded, max_rows_in_flight=self.max_rows_in_flight,
                 cache_implementation=self.cache_implementation, graph_memory=self.graph_memory, **vars(settings),
             )  # fmt: skip
 
@@ -216,11 +220,17 @@ class NativeSampler:
 
     def sleep(self) -> None:
         """Frees the graphs where they would not fit beside a training step."""
-        make_room(self.model, self.graph_memory)
+        if wants_graphs(self.cache_implementation, self.model):
+            from rl_modules.language.fast.graphs import make_room
+
+            make_room(self.model, self.graph_memory)
 
     def release(self) -> None:
         """Frees the graphs and their caches; the next call captures them again."""
-        release(self.model)
+        if wants_graphs(self.cache_implementation, self.model):
+            from rl_modules.language.fast.graphs import release
+
+            release(self.model)
 
     def wake(self) -> None:
         """Holds no memory between two calls."""
@@ -236,6 +246,8 @@ def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[
 def _completions(record: Record, model: Any) -> Completions:
     broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
     if broken:
+        from rl_modules.language.fast.graphs import release
+
         release(model)  # its keys and values may be NaN, which no mask hides from a later generation
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
@@ -320,6 +332,8 @@ def rows_in_flight(
     rows = len(prompts) * num_generations
     device = next(model.parameters()).device
     if cap is None and device.type == "cuda":
+        from rl_modules.language.fast.graphs import held_bytes
+
         longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
         cap = max(1, int(_SHARE * (free_memory(device) + held_bytes(model))) // row_bytes(model, longest))
         if synced_gpus:

@@ -20,12 +20,12 @@ import safetensors.torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling import wire
 from rl_modules.language.sampling.engine import Row, check_engine, completions_of
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, computing_dtype, fingerprint, named_weights
-from rl_modules.language.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.lora import adapts_tied_weight
+from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.decode import transformers_model
-from rl_modules.language.sharding import is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
 Fingerprint = tuple[nn.Module, int, int]

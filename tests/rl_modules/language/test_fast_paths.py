@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_modules.language import logits as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.fast.packing import can_pack_pairs, can_pack_scores, can_pack_texts
@@ -54,11 +55,11 @@ def test_tiles_are_the_output_layer_at_once(monkeypatch):
     model, tokens = network(), torch.randint(3, 99, (3, 7), generator=torch.Generator().manual_seed(0))
     place = torch.tensor([0, 4, 8, 13, 15])
     monkeypatch.setattr(tiled_head, "TILE", {"cpu": 2 * 99})
-    monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 0})
-    assert tiled_head.can_tile(model) and tiled_head.is_large(1, model)
+    monkeypatch.setattr(logits_room, "TILED_ABOVE", {"cpu": 0})
+    assert tiled_head.can_tile(model) and logits_room.is_large(1, model)
     target = tokens.flatten()[place + 1]
     assert_same(both_ways(lambda: log_probs_at(model, place, target, input_ids=tokens).log_prob, model, monkeypatch))
-    assert not tiled_head.is_large(10**9, model)  # under RL_FAST=0, which is set now
+    assert not logits_room.is_large(10**9, model)  # under RL_FAST=0, which is set now
 
 
 def test_shared_prompts_are_read_with_each_completion(monkeypatch):

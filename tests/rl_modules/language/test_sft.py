@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language import logits as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import packing as texts_in_rows
 from rl_modules.language.fast import tiled_head
@@ -493,7 +494,7 @@ def test_a_loss_of_a_subclass_has_its_gradient_where_logits_are_tiled(cls, tmp_p
 
     whole = of_a_step()
     monkeypatch.setattr(tiled_head, "TILE", {"cpu": 4 * 100})
-    monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 0})
+    monkeypatch.setattr(logits_room, "TILED_ABOVE", {"cpu": 0})
     assert_same_gradient(whole, of_a_step())
 
 

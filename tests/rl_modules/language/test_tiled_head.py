@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_modules import SFT
+from rl_modules.language import logits as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.critics import HeadOnPolicy
 from rl_modules.language.fast import tiled_head
@@ -46,7 +47,7 @@ LORA = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": Fa
 def tiles(monkeypatch):
     """Everything is tiled, by 4 tokens; yields the rows of every tensor that an output layer returned."""
     monkeypatch.setattr(tiled_head, "TILE", {"cpu": ROWS * WORDS})
-    monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 0})
+    monkeypatch.setattr(logits_room, "TILED_ABOVE", {"cpu": 0})
 
 
 def build(kind, lora=None, dtype="float32"):
@@ -96,7 +97,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(kind, lora, functi
     whole = numbers(model, function, *text, *extra)
     request.getfixturevalue("tiles")
     assert can_tile(model)
-    tiled_head.prepare_head(model)  # the self-checks' own passes are over
+    logits_room.prepare_head(model)  # the self-checks' own passes are over
     widths = Widths(model)
     tiled = numbers(model, function, *text, *extra)
     # Sums over tokens in another order.
@@ -125,7 +126,7 @@ def test_without_gradient_nothing_is_computed_twice(tiles):
     model = build("plain")
     *text, _ = texts([3, 5], [[2, 4, 1], [5, 5, 3]])
     assert can_tile(model)
-    tiled_head.prepare_head(model)  # the self-checks' own passes are over
+    logits_room.prepare_head(model)  # the self-checks' own passes are over
     widths = Widths(model)
     with torch.no_grad():
         completion_log_probs(model, *text)
@@ -138,9 +139,9 @@ def test_a_small_vocabulary_is_not_tiled():
     *text, _ = texts([3, 5], [[2, 4, 1], [5, 5, 3]])
     completion_log_probs(model, *text)[0].sum().backward()
     assert len(widths.seen) == 1
-    assert not tiled_head.is_large(8192, model)
+    assert not logits_room.is_large(8192, model)
     model.config.vocab_size = 151_936
-    assert tiled_head.is_large(512, model)
+    assert logits_room.is_large(512, model)
 
 
 def test_accuracy_and_entropy_without_logits(request):
@@ -199,10 +200,10 @@ def test_a_training_step_has_the_same_gradient(tmp_path, request):
 
 def test_the_check_of_a_large_vocabulary_runs_at_the_start(monkeypatch):
     model = network("Llama")
-    tiled_head.prepare_head(model)
+    logits_room.prepare_head(model)
     assert not any("tiles" in what for what, _ in _known[model])
-    monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 2**20})
-    tiled_head.prepare_head(model)
+    monkeypatch.setattr(logits_room, "TILED_ABOVE", {"cpu": 2**20})
+    logits_room.prepare_head(model)
     assert any("tiles" in what for what, _ in _known[model])
 
 
@@ -216,7 +217,7 @@ def test_a_loss_of_equal_weights_has_its_gradient_from_the_forward_pass(kind, lo
         if tiled:
             request.getfixturevalue("tiles")
             assert can_tile(model)
-            tiled_head.prepare_head(model)
+            logits_room.prepare_head(model)
             widths = Widths(model)
         model.zero_grad()
         log_prob = log_probs_at(model, place, target, equal_weights=True, input_ids=tokens).log_prob
@@ -245,9 +246,9 @@ def on_shards(kind: str, is_tiled: bool) -> dict[str, Any]:
     model = build(kind, LORA if kind == "plain" else None)
     shard(model, partial(fully_shard, mesh=mesh, reshard_after_forward=True))
     if is_tiled:
-        tiled_head.TILE, tiled_head.TILED_ABOVE = {"cpu": ROWS * WORDS}, {"cpu": 0}
+        tiled_head.TILE, logits_room.TILED_ABOVE = {"cpu": ROWS * WORDS}, {"cpu": 0}
         assert can_tile(model)
-    tiled_head.prepare_head(model)
+    logits_room.prepare_head(model)
     widths: list[int] = []
     head = model.get_output_embeddings()
     forward = head.forward
