@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.experience import Experience
-from datamodules.language.files import describe_dataset, parse_split, split_name
 from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
@@ -20,7 +19,11 @@ def check_chat_template(name: str, value: Any) -> Any:
 
 def name_of_dataset(value: Any) -> Any:
     """Replaces a dataset that is an object by a description."""
-    return value if isinstance(value, str | None) else describe_dataset(value)
+    if isinstance(value, str | None):
+        return value
+    from datamodules.language.files import describe_dataset
+
+    return describe_dataset(value)
 
 
 def named_functions(value: Any) -> Any:
@@ -161,6 +164,8 @@ def require_held_out(data: Any, fits: bool) -> None:
     if isinstance(dataset, str | None):
         return
     import datasets
+
+    from datamodules.language.files import parse_split, split_name
 
     if isinstance(dataset, datasets.IterableDataset):
         raise UsageError("evaluation beside an IterableDataset needs eval_path, a file of held-out records, or an "

@@ -1,7 +1,7 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -10,7 +10,6 @@ from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.dialogues import dialogue_metrics, fields_of, opened, transcript, with_rewards
 from datamodules.language.encoding import TextEncoder, reads_alike
-from datamodules.language.files import refuse_stream
 from datamodules.language.notices import note_completions, note_demonstrations, notice
 from datamodules.language.order import EndlessOrder, evaluate_every
 from datamodules.language.records import TEXTS, as_record, place_of, refuse
@@ -19,14 +18,16 @@ from datamodules.language.reward_calls import EarlyRewards
 from datamodules.language.rewards import RewardFunctions, load_reward_funcs
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import EncodedRecords, Records, fitting, load_records
-from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state, load_state, state_of
-from rl_modules.language.contract import TextLearner, WritingLearner
 from rl_modules.language.sampling import Completions
+
+if TYPE_CHECKING:
+    from datamodules.language.streaming import RecordStream
+    from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
 LOADED = 20_000
@@ -49,7 +50,7 @@ class LanguageDataModule(LanguageArguments):
         #: Those of a large file or dataset are encoded when they are asked for.
         self.train_records: list[Record] | EncodedRecords = []
         #: The training records while streaming; ``train_records`` is then empty.
-        self.stream: RecordStream | None = None
+        self.stream: Any = None
         self.eval_records: list[Record] = []
         # The rewards of a batch that is being written.
         self._scoring: EarlyRewards | None = None
@@ -100,8 +101,10 @@ class LanguageDataModule(LanguageArguments):
         self.train_records, self.eval_records = [], []
         self._encoding = None
 
-    def open_stream(self) -> RecordStream:
+    def open_stream(self) -> "RecordStream":
         """Returns the training records, read as they are needed."""
+        from datamodules.language.streaming import RecordStream, open_stream
+
         rows = open_stream(self.path, self.dataset, self.dataset_config, self.dataset_split)
 
         def to_record(found: tuple[str, Record]) -> Record:
@@ -137,6 +140,8 @@ class LanguageDataModule(LanguageArguments):
             source: dict[str, Any] = {"path": self.eval_path}
         else:
             if training and not isinstance(self.dataset, str | None):
+                from datamodules.language.files import refuse_stream
+
                 refuse_stream(self.dataset)
             source = {"task": self.task, "path": self.path, "dataset": self.dataset}
         records = load_records(
@@ -203,14 +208,14 @@ class LanguageDataModule(LanguageArguments):
         return self.encoder.answered(prompts, *sides, records=records)
 
     @property
-    def policy(self) -> TextLearner:
+    def policy(self) -> "TextLearner":
         """The module in training, which provides the tokenizer and the context length."""
-        return cast(TextLearner, self.learner_trainer.lightning_module)
+        return cast("TextLearner", self.learner_trainer.lightning_module)
 
     @property
-    def writer(self) -> WritingLearner:
+    def writer(self) -> "WritingLearner":
         """The same module, as a writer of completions."""
-        return cast(WritingLearner, self.policy)
+        return cast("WritingLearner", self.policy)
 
     @property
     def _pad_id(self) -> int:

@@ -7,40 +7,19 @@ import json
 import os
 import re
 import zlib
-from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from datamodules.language.records import Placed, ReadByNumber
 from rl_modules.common.errors import UsageError
 
-#: Rows that are read together.
-BLOCK = 1000
 #: First bytes of a gzipped file.
 GZIP = b"\x1f\x8b"
 _SLICE = re.compile(r"([^\[\]]+?)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 Row = dict[str, Any]
-#: Its place, for messages, and a row.
-Placed = tuple[str, Row]
-Item = TypeVar("Item")
-
-
-class ReadByNumber(Sequence[Item], Generic[Item]):
-    """Rows or records that are read by their numbers when they are asked for."""
-
-    @abstractmethod
-    def take(self, numbers: Sequence[int]) -> list[Item]:
-        """The items of some numbers; a UsageError for one that can't be used."""
-
-    def __getitem__(self, index: Any) -> Any:
-        numbers = range(len(self))[index]
-        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
-
-    def __iter__(self) -> Iterator[Item]:
-        for start in range(0, len(self), BLOCK):
-            yield from self.take(range(start, min(start + BLOCK, len(self))))
 
 
 # ---------------------------------------------------------------- JSONL

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -14,7 +14,6 @@ from datamodules.experience import LazyLoader, resumed_position
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.demonstrations import Demonstrations
 from datamodules.language.dialogues import Dialogues, Limits, dialogue_metrics, environment, opened
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.environments import load_environment
@@ -33,10 +32,12 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, persistent, transient
-from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
 from rl_modules.language.sampling.turns import Partner, converse
+
+if TYPE_CHECKING:
+    from rl_modules.language.contract import CompletionLearner
 
 
 def without_environment(data: Any) -> str | None:
@@ -117,7 +118,7 @@ class PromptDataModule(LanguageDataModule):
                              "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
         if self.ptx_path is not None and not self.ptx_batch_size:
             raise UsageError(f"ptx_path={self.ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
-        self.demonstrations: Demonstrations | None = None
+        self.demonstrations: Any = None
         if self.environment is not None and self.reward_overlap:
             raise UsageError("reward_overlap=true scores completions one by one, and an environment rewards whole "
                              "dialogues; leave one of them out")  # fmt: skip
@@ -140,6 +141,8 @@ class PromptDataModule(LanguageDataModule):
                                "whose loss reads no demonstrations (a subclass whose loss does sets "
                                "reads_demonstrations = True); take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
             if self.ptx_batch_size and self.demonstrations is None:
+                from datamodules.language.demonstrations import Demonstrations
+
                 self.demonstrations = Demonstrations(self)
             module = self.policy
             module.samples_ahead = self.async_generations > 0
@@ -164,9 +167,9 @@ class PromptDataModule(LanguageDataModule):
         self.demonstrations = None
 
     @property
-    def policy(self) -> CompletionLearner:
+    def policy(self) -> "CompletionLearner":
         """The module in training."""
-        return cast(CompletionLearner, super().policy)
+        return cast("CompletionLearner", super().policy)
 
     @property
     def generation_size(self) -> int:

@@ -3,15 +3,37 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
+#: Rows that are read together.
+BLOCK = 1000
+#: A row, and its place, for messages.
+Placed = tuple[str, dict[str, Any]]
+Item = TypeVar("Item")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+class ReadByNumber(Sequence[Item], Generic[Item]):
+    """Rows or records that are read by their numbers when they are asked for."""
+
+    @abstractmethod
+    def take(self, numbers: Sequence[int]) -> list[Item]:
+        """The items of some numbers; a UsageError for one that can't be used."""
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(len(self))[index]
+        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), BLOCK):
+            yield from self.take(range(start, min(start + BLOCK, len(self))))
 
 
 class NothingUsable(UsageError):

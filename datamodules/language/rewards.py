@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from datamodules.language.mathematics import is_equal
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.tasks import Task
 from datamodules.language.text import answer_of, is_think_and_answer, opened_thought, reference_text, text_of
@@ -69,6 +68,8 @@ def math_accuracy(
     None where the reference is missing or no mathematics. What stands in ``<answer>`` tags is the completion's answer;
     without tags math-verify looks for it. What takes longer than 5 s counts as different.
     """
+    from datamodules.language.mathematics import is_equal
+
     return _compared(completions, answer, is_equal)
 
 

@@ -7,25 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.files import (
+from datamodules.language.notices import notice
+from datamodules.language.records import (
     BLOCK,
-    JsonlRows,
+    TEXTS,
+    NothingUsable,
     Placed,
     ReadByNumber,
-    TableRows,
-    describe_dataset,
-    is_table,
-    read_dataset,
+    as_prompt,
+    as_record,
+    as_text,
+    place_of,
+    short,
 )
-from datamodules.language.notices import notice
-from datamodules.language.records import TEXTS, NothingUsable, as_prompt, as_record, as_text, place_of, short
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
 #: Rows of a source, each with its place.
-Rows = list[Placed] | JsonlRows | TableRows
+Rows = list[Placed] | ReadByNumber[Placed]
 
 
 class Records(ReadByNumber[Record]):
@@ -102,6 +103,8 @@ def load_records(
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
         return _task_records(made, split, n, required)
+    from datamodules.language.files import JsonlRows, describe_dataset, is_table, read_dataset
+
     if path is not None:
         # A table that ``datasets`` reads, or else JSONL.
         where, table = str(path), Path(path).is_file() and is_table(Path(path))

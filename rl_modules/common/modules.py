@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_modules.common.spaces import tree_map
-
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -35,6 +33,8 @@ def is_double(module: Any) -> bool:
 
 def in_double(x: Any) -> Any:
     """Floating-point tensors as float64, in nested containers too; other tensors as they are."""
+    from rl_modules.common.spaces import tree_map
+
     return tree_map(lambda part: part.double() if part.is_floating_point() else part, x)
 
 

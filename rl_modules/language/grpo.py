@@ -17,7 +17,6 @@ from rl_modules.language.advantages import (
     turn_advantages,
 )
 from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
-from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.grpo_arguments import (
     check_scale,
@@ -390,6 +389,7 @@ class GRPO(PolicyWithReference):
 
 
 if TYPE_CHECKING:
+    from rl_modules.language.contract import CompletionLearner
 
-    def _is_a_learner(module: GRPO) -> CompletionLearner:
+    def _is_a_learner(module: GRPO) -> "CompletionLearner":
         return module  # mypy compares them

@@ -9,7 +9,6 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
-from rl_modules.language.contract import PairLearner, WritingLearner
 from rl_modules.language.fast.packing import can_pack_pairs
 from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference
@@ -177,6 +176,7 @@ class PreferencePolicy(PolicyWithReference):
 
 
 if TYPE_CHECKING:
+    from rl_modules.language.contract import PairLearner, WritingLearner
 
-    def _is_a_learner(module: PreferencePolicy) -> tuple[PairLearner, WritingLearner]:
+    def _is_a_learner(module: PreferencePolicy) -> "tuple[PairLearner, WritingLearner]":
         return module, module  # mypy compares them

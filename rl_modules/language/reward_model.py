@@ -19,7 +19,6 @@ from rl_modules.core.curves import write_evaluation
 from rl_modules.core.settings import changed, setting
 from rl_modules.language.architecture import make_config, text_config
 from rl_modules.language.base import LanguageModule
-from rl_modules.language.contract import PairLearner
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.lora import add_lora
@@ -339,6 +338,7 @@ def _from_checkpoint(path: str) -> RewardModel:
 
 
 if TYPE_CHECKING:
+    from rl_modules.language.contract import PairLearner
 
-    def _is_a_learner(module: RewardModel) -> PairLearner:
+    def _is_a_learner(module: RewardModel) -> "PairLearner":
         return module  # mypy compares them

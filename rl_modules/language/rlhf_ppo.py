@@ -11,7 +11,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics
-from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
@@ -379,6 +378,7 @@ class RLHFPPO(PolicyWithReference):
 
 
 if TYPE_CHECKING:
+    from rl_modules.language.contract import CompletionLearner
 
-    def _is_a_learner(module: RLHFPPO) -> CompletionLearner:
+    def _is_a_learner(module: RLHFPPO) -> "CompletionLearner":
         return module  # mypy compares them

@@ -12,7 +12,6 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed
 from rl_modules.language.architecture import text_config, wants_router_loss
-from rl_modules.language.contract import PackingLearner, WritingLearner
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.logits import TokenStatistics, log_probs_at
 from rl_modules.language.policy import LanguagePolicy
@@ -158,6 +157,7 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: i
 
 
 if TYPE_CHECKING:
+    from rl_modules.language.contract import PackingLearner, WritingLearner
 
-    def _is_a_learner(module: SFT) -> tuple[PackingLearner, WritingLearner]:
+    def _is_a_learner(module: SFT) -> "tuple[PackingLearner, WritingLearner]":
         return module, module  # mypy compares them
