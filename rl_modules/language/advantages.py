@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 
@@ -52,6 +53,12 @@ def path_of(given: str | GroupScores | None) -> str | None:
         raise UsageError(f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
                          "function at the first level of a module, or override score_group in a subclass")  # fmt: skip
     return path
+
+
+def load_argument(module: Any) -> GroupScores | None:
+    """Returns the function that a module's argument ``advantages`` gives or names."""
+    given = module.advantage_function
+    return load_advantages(given, "advantages" in chosen_by_checkpoint(module)) if isinstance(given, str) else given
 
 
 def load_advantages(name: str, at_use: bool = False) -> GroupScores:

@@ -190,8 +190,8 @@ class LanguageModule(LanguageMetrics):
             self._given_model = ()
         else:
             check_model_object(self._given_model[0], hp.model_config)
-        self._own_names = {"train/learning_rate", "train/num_tokens"}
-        self._logged_names: set[str] = set()
+        self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
+        self._logged_names: dict[str, str] = {}
         self._throughput = Throughput()
         self._sources, self._left_out = {}, set()
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.language.scoring import written_mask
+from rl_modules.loggers import adapters
 
 Weighted = tuple[Any, dict[str, Tensor]]
 
@@ -56,6 +58,30 @@ def generation_metrics(
     )
     n, mean, std = moments(earned)
     yield (n > 0).float(), {"reward": mean, "reward_std": std}
+
+
+def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
+    """Records rewards and lengths of GRPO's generation, over all ranks.
+
+    ``rollout`` has ``reward`` and, if a penalty was subtracted from it, ``earned``, the reward without the penalty,
+    which the curves show. ``fields`` are what ``prepare`` returns. ``entropy`` is that of every token, [B, L]; without
+    it, it is estimated from the sampled tokens' log-probabilities.
+    """
+    spread = -rollout["log_prob"] if entropy is None else entropy
+    spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
+    columns = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
+    reward, earned, spread, length, finished = module.record_completions(rollout, *columns)
+    for weight, metrics in generation_metrics(reward, earned, spread, length, finished, rollout["num_generations"]):
+        module.record(weight, **metrics)
+    if "missing" in rollout:
+        module.record(**{"dynamic_sampling/missing": rollout["missing"]})
+    if module.table_is_due():
+        advantage = fields["advantage"]
+        if advantage.ndim == 2:
+            advantage = F.masked_mean(advantage, written_mask(rollout), 1)
+        module.write_completions(rollout, advantage=advantage)
+        for adapter in adapters(module.trainer) if module.trainer.is_global_zero else ():
+            adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 
 
 def quantile(values: Tensor, q: float) -> Tensor:

@@ -7,7 +7,7 @@ checkpoint.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor
 
@@ -256,3 +256,23 @@ class CompletionLearner(WritingLearner, Protocol):
 
     def record(self, weight: Any = 1.0, /, **metrics: Any) -> None:
         """Adds to the curves."""
+
+
+if TYPE_CHECKING:  # mypy compares the modules with what they must be
+    from rl_modules.language.grpo import GRPO
+    from rl_modules.language.preference_policy import PreferencePolicy
+    from rl_modules.language.reward_model import RewardModel
+    from rl_modules.language.rlhf_ppo import RLHFPPO
+    from rl_modules.language.sft import SFT
+
+    def _learn_from_completions(grpo: GRPO, ppo: RLHFPPO) -> tuple[CompletionLearner, CompletionLearner]:
+        return grpo, ppo
+
+    def _learn_from_pairs(policy: PreferencePolicy, judge: RewardModel) -> tuple[PairLearner, PairLearner]:
+        return policy, judge
+
+    def _write(policy: PreferencePolicy, sft: SFT) -> tuple[WritingLearner, WritingLearner]:
+        return policy, sft
+
+    def _packs(sft: SFT) -> PackingLearner:
+        return sft

@@ -1,36 +1,27 @@
 """Group relative policy optimization, and the family around it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.core.settings import setting
-from rl_modules.language.advantages import (
-    IN_GROUPS,
-    load_advantages,
-    path_of,
-    require_advantages,
-    scores_by,
-    turn_advantages,
-)
-from rl_modules.language.completion_metrics import clip_metrics, generation_metrics, quantile
+from rl_modules.language.advantages import load_argument, path_of, require_advantages, scores_by, turn_advantages
+from rl_modules.language.completion_metrics import clip_metrics, quantile, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.grpo_arguments import (
+    check_run,
     check_scale,
     refuse_contradictions,
-    refuse_single_completions,
     without_clip,
     without_correction,
     without_epsilon,
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
+from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
-from rl_modules.loggers import adapters
 
 
 class GRPO(PolicyWithReference):
@@ -131,26 +122,16 @@ class GRPO(PolicyWithReference):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_contradictions(self)
-        if isinstance(self.advantage_function, str):
-            name = self.advantage_function
-            self.advantage_function = load_advantages(name, "advantages" in chosen_by_checkpoint(self))
+        self.advantage_function = load_argument(self)
 
     @property
     def wants_reference(self) -> bool:
         return self.beta > 0
 
-    @property
-    def compares_groups(self) -> bool:
-        """Whether the baseline is the group's, with which a single completion of a prompt would have no advantage."""
-        cls = type(self)
-        is_own = cls.advantages is not GRPO.advantages or cls.score_group is not GRPO.score_group
-        return not is_own and self.advantage_function in (None, *IN_GROUPS)
-
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if stage == "fit":
-            refuse_single_completions(self)
-            warn_of_filters(self)
+            check_run(self)
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -158,13 +139,7 @@ class GRPO(PolicyWithReference):
 
     # ---------------------------------------------------------------- experience
 
-    def rewards(self, rollout: Rollout) -> Tensor:
-        """Returns the reward of each completion, [B]: the weighted sum of all rewards; NaN if none applies.
-
-        Args:
-            rollout: see :class:`~rl_modules.language.contract.Generation`.
-        """
-        return self.combined_rewards(rollout)
+    rewards = PolicyWithReference.combined_rewards
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """Computes advantages and masks of a scored rollout.
@@ -180,21 +155,21 @@ class GRPO(PolicyWithReference):
         fields = {**{name: rollout[name] for name in ("tokens", "prompt_length", "length", "log_prob")}, "mask": mask}
         fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
-        own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         advantage = self.advantages(everyone, rollout["num_generations"])
+        own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
             fields["advantage"] = turn_advantages(self, rollout)
-        passes = self.forward_passes(rollout)
+        passes = self.forward_passes(rollout) if self.rescores or self.beta else {}
         fields |= {name: passes[name] for name in passes if name != "entropy"}
-        if self.corrects:
+        if self.correction != "none":
             fields["sampling_log_prob"] = rollout["log_prob"]
             fields["importance_weight"] = self.importance_weights(fields)
             self.record(**sampling_metrics(fields, self.correction, self.gathered))
         if self.beta == 0 and self.top_entropy_quantile == 1 and not self.entropy_coef:
             matters = fields["advantage"] != 0
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
-        self.record_generation(rollout, fields, passes.get("entropy"))
+        record_generation(self, rollout, fields, passes.get("entropy"))
         return fields
 
     def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
@@ -222,8 +197,8 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- log-probabilities
 
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Returns :meth:`evaluate_completions` of a whole generation; empty where no forward pass is needed."""
-        return self.in_parts(rollout, self.evaluate_completions) if self.rescores or self.beta else {}
+        """Returns :meth:`evaluate_completions` of a whole generation."""
+        return self.in_parts(rollout, self.evaluate_completions)
 
     def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
@@ -243,6 +218,9 @@ class GRPO(PolicyWithReference):
         shared = shared_log_probs(self.model, *text, batch.get("group"), self.temperature, entropy)
         return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
+    #: The mode of the importance weights, or ``none``.
+    correction = property(correction_of)
+
     def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
         """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities.
 
@@ -254,19 +232,9 @@ class GRPO(PolicyWithReference):
         return F.importance_weights(*ours, self.correction, *bounds)
 
     @property
-    def correction(self) -> str:
-        """The mode of the importance weights, or ``none``."""
-        return correction_of(self)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the loss has importance weights."""
-        return self.correction != "none"
-
-    @property
     def rescores(self) -> bool:
         """Whether the sampler's log-probabilities differ from training's, by engine, filters or visible rounding."""
-        if self.corrects or self.hparams["sampler"] != "native" or filters_of(self):
+        if self.correction != "none" or self.hparams["sampler"] != "native" or filters_of(self):
             return True
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return self.compares_with_sampler and not exact
@@ -320,13 +288,8 @@ class GRPO(PolicyWithReference):
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
 
     def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the mean entropy of the counted tokens, times the number of micro-batches.
-
-        Args:
-            entropy: [b, L].
-            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` those with the highest entropy in the
-                micro-batch.
-            batch: the minibatch.
+        """Returns this micro-batch's part of the mean entropy of the ``uncertain`` tokens, [b, L] each, times the
+        number of micro-batches.
         """
         share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
         return F.masked_mean(entropy, uncertain) * share * batch["n_micro"]
@@ -343,53 +306,13 @@ class GRPO(PolicyWithReference):
 
     # ---------------------------------------------------------------- diagnostics
 
-    def record_generation(self, rollout: Rollout, fields: dict[str, Tensor], entropy: Tensor | None) -> None:
-        """Records rewards and lengths of a generation, over all ranks.
-
-        Args:
-            rollout: with ``reward`` and, if a penalty was subtracted from it, ``earned``, the reward without the
-                penalty, which the curves show.
-            fields: what :meth:`prepare` returns.
-            entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
-        """
-        spread = -rollout["log_prob"] if entropy is None else entropy
-        spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
-        columns: tuple[Any, ...] = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
-        reward, earned, spread, length, finished = self.record_completions(rollout, *columns)
-        for weight, metrics in generation_metrics(reward, earned, spread, length, finished, rollout["num_generations"]):
-            self.record(weight, **metrics)
-        if "missing" in rollout:
-            self.record(**{"dynamic_sampling/missing": rollout["missing"]})
-        if self.table_is_due():
-            advantage = fields["advantage"]
-            if advantage.ndim == 2:
-                advantage = F.masked_mean(advantage, written_mask(rollout), 1)
-            self.write_completions(rollout, advantage=advantage)
-            for adapter in adapters(self.trainer) if self.trainer.is_global_zero else ():
-                adapter.write_histogram("train/completions/length", length, self.trainer.global_step)
-
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
         """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
         self.record(loss=loss)
         weight, means, extremes = clip_metrics(self, log_prob, batch)
         self.record(weight, **means)
-        if self._world_size > 1:
-            extremes = {k: self.trainer.strategy.reduce(x, reduce_op=k[-3:]) for k, x in extremes.items()}
-        self.record(**extremes)
+        self.record(**self.reduced(extremes))
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))
-
-    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
-        super().log_completions(batch, batch_idx)
-        if self.reward_model is not None:
-            self.log_evaluation({self.score_metric: self.reward_model_scores(batch).mean()}, len(batch["answers"]))
-
-
-if TYPE_CHECKING:
-    from rl_modules.language.contract import CompletionLearner
-
-    def _is_a_learner(module: GRPO) -> "CompletionLearner":
-        return module  # mypy compares them

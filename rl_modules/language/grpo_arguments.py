@@ -5,6 +5,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.advantages import IN_GROUPS
+from rl_modules.language.sampling.correction import warn_of_filters
 
 
 def check_scale(name: str, value: Any) -> str:
@@ -36,14 +38,21 @@ def refuse_contradictions(module: Any) -> None:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
 
-def refuse_single_completions(module: Any) -> None:
-    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""
-    if module.compares_groups and getattr(module.trainer.datamodule, "num_generations", 2) < 2:
+def check_run(module: Any) -> None:
+    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's, and of
+    what filtered sampling does to importance weights.
+    """
+    from rl_modules.language.grpo import GRPO
+
+    is_own = type(module).advantages is not GRPO.advantages or type(module).score_group is not GRPO.score_group
+    compares = not is_own and module.advantage_function in (None, *IN_GROUPS)
+    if compares and getattr(module.trainer.datamodule, "num_generations", 2) < 2:
         raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
     level, loss_type = module.importance_sampling_level, module.loss_type
     if level != "token" and loss_type != "grpo":
         rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
                        "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip
+    warn_of_filters(module)
 
 
 def without_clip(module: Any) -> str | None:
@@ -64,4 +73,4 @@ def without_sapo(module: Any) -> str | None:
 
 def without_correction(module: Any) -> str | None:
     """The reason why bounds on importance weights are idle."""
-    return None if module.corrects else "without an importance_sampling_correction; set that"
+    return None if module.correction != "none" else "without an importance_sampling_correction; set that"

@@ -52,9 +52,9 @@ class LanguageMetrics(Algorithm):
     num_tokens: int = transient(0)
     # The optimizer step of the last point.
     _logged_at: int = persistent(0)
-    # Curves of the module, and those of reward functions, by displayed name.
+    # Names that the module has recorded, and those that reward functions have logged, by displayed name.
     _own_names: set[str]
-    _logged_names: set[str]
+    _logged_names: dict[str, str]
     _throughput: Throughput
 
     def record(self, weight: Tensor | float = 1.0, /, **metrics: Tensor | float) -> None:
@@ -74,28 +74,21 @@ class LanguageMetrics(Algorithm):
             raise UsageError(f"record(weight={metrics['weight']!r}) has no metric: weight is the minibatch's in the "
                              "means of others; give a metric of yours another name")  # fmt: skip
         weight = metrics.pop("weight", weight)
-        self._claim(metrics)
+        self._own_names.update(metrics)
         self._add(weight, metrics)
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
         """Adds the values that reward functions logged: mean and weight by name."""
+        self.claim_logged({displayed_name(name): name for name in logged})
         for name, (mean, weight) in logged.items():
-            self.claim_logged(name, displayed_name(name))
             self._add(weight, {name: mean})
 
-    def claim_logged(self, name: str, curve: str) -> None:
-        """Makes a curve, by its displayed name, that of a reward function, which calls it ``name``."""
-        self._logged_names.add(curve)
-        if curve in self._own_names:
-            raise UsageError(f"log_metric({name!r}, …) of a reward function: the run has a curve of this name; "
-                             "choose another")  # fmt: skip
-
-    def _claim(self, names: Iterable[str]) -> None:
-        """Makes curves the module's own; reward functions may have logged some of them before."""
-        curves = set(map(displayed_name, names))
-        self._own_names |= curves
-        for curve in curves & self._logged_names:
-            self.claim_logged(curve.partition("/")[2], curve)
+    def claim_logged(self, names: Mapping[str, str]) -> None:
+        """Refuses curves of reward functions, which have ``names`` for them, that are the module's own too."""
+        self._logged_names |= names
+        for curve in self._logged_names.keys() & set(map(displayed_name, self._own_names)):
+            raise UsageError(f"log_metric({self._logged_names[curve]!r}, …) of a reward function: the run has a curve "
+                             "of this name; choose another")  # fmt: skip
 
     def _add(self, weight: Tensor | float, metrics: Mapping[str, Tensor | float]) -> None:
         if metrics and not (self._trainer is not None and self._trainer.evaluating):
@@ -150,6 +143,7 @@ class LanguageMetrics(Algorithm):
 
     def write_metrics(self) -> None:
         """Logs one point of every training curve: means since the last point, over all ranks."""
+        self.claim_logged({})
         step = self._logged_at = self.trainer.global_step
         metrics = self._means_over_ranks()
         metrics["train/learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -222,7 +216,7 @@ class LanguageMetrics(Algorithm):
             metrics: scalars by name, ``eval/…``.
             weight: of the batch in the mean, such as its number of prompts or tokens.
         """
-        self._claim(metrics)
+        self._own_names.update(metrics)
         self._log_means(metrics, weight)
 
     def _log_means(self, metrics: dict[str, Tensor], weight: int) -> None:

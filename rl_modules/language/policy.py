@@ -198,7 +198,7 @@ class LanguagePolicy(LanguageModule):
         # Lightning reduces each metric over the ranks, which must all have it.
         for name in self._names_over_ranks(logged):
             mean, weight = logged.get(name, (0.0, 0))
-            self.claim_logged(name, f"eval/{name}")
+            self.claim_logged({f"eval/{name}": name})
             self._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:

@@ -157,7 +157,8 @@ class PolicyWithReference(LanguagePolicy):
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super()._on_train_batch_start(batch, batch_idx)
-        self.sync_reference()
+        if self.sync_ref_model:
+            self.sync_reference()
 
     @torch.no_grad()
     def sync_reference(self) -> bool:
@@ -194,11 +195,16 @@ class PolicyWithReference(LanguagePolicy):
                 "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
             )
         names, weights = rollout["reward_names"], self.reward_weights
-        check_reward_weights("reward_weights", weights)
         if weights is not None and len(weights) != len(names):
             raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
                              f"{', '.join(names)}; give one for each")  # fmt: skip
         return F.combine_rewards(rollout["rewards"], weights)
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
+        super().log_completions(batch, batch_idx)
+        if self.reward_model is not None:
+            self.log_evaluation({self.score_metric: self.reward_model_scores(batch).mean()}, len(batch["answers"]))
 
     # ---------------------------------------------------------------- passes over a generation
 
@@ -283,7 +289,8 @@ class PolicyWithReference(LanguagePolicy):
             self.record((n > 0).float(), **metrics)
         for name, count in rollout.get("failed", {}).items():
             self.record(**{f"rewards/{name}/failed": count * self._world_size})
-        self.record_logged(rollout.get("logged", {}))
+        if logged := rollout.get("logged"):
+            self.record_logged(logged)
         return found
 
     def table_is_due(self) -> bool:
@@ -328,6 +335,12 @@ class PolicyWithReference(LanguagePolicy):
             return number
         value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
         return int(self.trainer.strategy.reduce(value, reduce_op="max"))
+
+    def reduced(self, extremes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns extremes over all ranks; the end of each name, ``min`` or ``max``, says of which kind."""
+        if self._world_size == 1:
+            return extremes
+        return {name: self.trainer.strategy.reduce(x, reduce_op=name[-3:]) for name, x in extremes.items()}
 
     def gathered(self, x: Tensor) -> Tensor:
         """Returns the rows of all ranks, [ranks · b, …]."""

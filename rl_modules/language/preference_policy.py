@@ -1,7 +1,7 @@
 """Base class for policies that learn from preferences against a frozen reference policy."""
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,10 +173,3 @@ class PreferencePolicy(PolicyWithReference):
     def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Returns β (log π - log π_ref) of the answers by name, [b] each."""
         raise NotImplementedError
-
-
-if TYPE_CHECKING:
-    from rl_modules.language.contract import PairLearner, WritingLearner
-
-    def _is_a_learner(module: PreferencePolicy) -> "tuple[PairLearner, WritingLearner]":
-        return module, module  # mypy compares them

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -335,10 +335,3 @@ def _from_checkpoint(path: str) -> RewardModel:
         raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
                          "by `rl export` with --model, and give the directory")  # fmt: skip
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
-
-
-if TYPE_CHECKING:
-    from rl_modules.language.contract import PairLearner
-
-    def _is_a_learner(module: RewardModel) -> "PairLearner":
-        return module  # mypy compares them

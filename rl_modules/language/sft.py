@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,10 +154,3 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: i
     mask = torch.arange(width, device=filled.device) < filled.unsqueeze(1)
     loss = function(logits, network.num_experts, network.num_experts_per_tok, mask)
     return text_config(model.config).router_aux_loss_coef * loss
-
-
-if TYPE_CHECKING:
-    from rl_modules.language.contract import PackingLearner, WritingLearner
-
-    def _is_a_learner(module: SFT) -> "tuple[PackingLearner, WritingLearner]":
-        return module, module  # mypy compares them
