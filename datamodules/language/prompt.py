@@ -353,6 +353,7 @@ class PromptDataModule(LanguageDataModule):
             **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
             "finished": written.finished,
             "log_prob": written.log_prob,
+            **({} if written.kept is None else {"kept": written.kept, "kept_count": written.kept_count}),
             "version": written.version,
             "records": [record for record in records for _ in range(n_each)],
             "num_generations": n_each,

@@ -16,7 +16,7 @@ from rl_modules.common.errors import UsageError
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion of a batch.
 Extent = tuple[int, int, int]
 #: Two-dimensional fields whose columns are no completion tokens.
-_OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct"})
+_OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct", "kept"})
 
 
 def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:

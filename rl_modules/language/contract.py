@@ -116,6 +116,10 @@ class Generation(JudgedCompletions, total=False):
     """The turn that a token belongs to, [B, L] int64."""
     turn_reward: Tensor
     """The reward of each turn on its last written token, [B, L] float32."""
+    kept: Tensor
+    """The tokens that filters kept, [B, N] int32, where sampling was truncated and the sampler returned them."""
+    kept_count: Tensor
+    """Their number for each token, [B, L] int32; see :func:`rl_modules.language.sampling.support.packed`."""
     version: Tensor | None
     """The optimizer step of the weights that wrote a row, [B] int64; None: the present ones."""
     reward: Tensor

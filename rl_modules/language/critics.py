@@ -11,6 +11,7 @@ from rl_modules.language.architecture import remove_dropout
 from rl_modules.language.lora import add_lora, begins_unchanged, merged
 from rl_modules.language.models import make_model
 from rl_modules.language.sampling.decode import transformers_model
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
 from rl_modules.language.sharding import Splitter
 
@@ -77,7 +78,7 @@ class HeadOnPolicy(nn.Module):
 
     def forward(
         self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
-        entropy: bool = False, extent: Extent | None = None,
+        entropy: bool = False, extent: Extent | None = None, filtered: Filter | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """Computes log-probabilities, entropies and values of completions by one forward pass of the policy."""
         states: list[Tensor] = []
@@ -85,7 +86,9 @@ class HeadOnPolicy(nn.Module):
         body = transformers_model(model).base_model
         hook = body.register_forward_hook(lambda module, inputs, output: states.append(output.last_hidden_state))
         try:
-            log_prob, spread = completion_log_probs(model, tokens, prompt_length, length, temperature, entropy, extent)
+            log_prob, spread = completion_log_probs(
+                model, tokens, prompt_length, length, temperature, entropy, extent, filtered
+            )
         finally:
             hook.remove()
         place = (completion_positions(prompt_length, length, extent[2]) - 1).unsqueeze(-1)

@@ -20,7 +20,8 @@ from rl_modules.language.grpo_arguments import (
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics
+from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
 
 
@@ -35,9 +36,10 @@ class GRPO(PolicyWithReference):
     micro-batches nor of ranks changes a token's weight, except for bnpo, which normalises by micro-batch.
 
     π_old of the first minibatch after a generation is π itself, detached: its ratio is exactly 1. Later ones use the
-    sampler's log-probabilities. If sampling was filtered (``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``) or
-    decoding rounds differently from training (16 bits), an extra forward pass computes them. Without a KL, completions
-    whose advantage is 0 count in the normalisers but skip the forward pass.
+    sampler's log-probabilities. If decoding rounds differently from training (16 bits), an extra forward pass computes
+    them. If sampling was filtered (``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``), π and π_ref are the
+    filtered distributions, on the tokens that sampling kept. Without a KL, completions whose advantage is 0 count in
+    the normalisers but skip the forward pass.
 
     Names and defaults are those of TRL 1.16. Departures from it: ``gradient_checkpointing`` is off by default (TRL:
     on); ``dapo`` divides by the tokens of the optimizer step (TRL: by an equal share of its generation's tokens);
@@ -102,8 +104,7 @@ class GRPO(PolicyWithReference):
         "π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole completion, clipped "
         "to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or ``none``. Null: ``none`` "
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
-        "``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else differs, it is the "
-        "probability mass that ``top_p`` or ``top_k`` kept", one_of=MODES)  # fmt: skip
+        "``token_truncate`` if the sampler does not return the tokens that its filters kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
         None, "lower bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
@@ -150,9 +151,11 @@ class GRPO(PolicyWithReference):
             loss is corrected for the sampler; keep [B] bool if rows without advantage skip the forward pass.
         """
         mask = written_mask(rollout)
+        self.filter_of(rollout)
         if self.mask_truncated_completions:
             mask = mask & rollout["finished"].unsqueeze(1)
-        fields = {**{name: rollout[name] for name in ("tokens", "prompt_length", "length", "log_prob")}, "mask": mask}
+        names = ("tokens", "prompt_length", "length", "log_prob", "kept", "kept_count")
+        fields = {**{name: rollout[name] for name in names if name in rollout}, "mask": mask}
         fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
         advantage = self.advantages(everyone, rollout["num_generations"])
@@ -198,25 +201,30 @@ class GRPO(PolicyWithReference):
 
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
         """Returns :meth:`evaluate_completions` of a whole generation."""
-        return self.in_parts(rollout, self.evaluate_completions)
+        return self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
 
-    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    ) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
         if self.rescores:
-            log_prob, entropy = completion_log_probs(self.model, *text, self.temperature, entropy=True)
+            log_prob, entropy = completion_log_probs(
+                self.model, *text, self.temperature, entropy=True, filtered=filtered
+            )
             result |= {"log_prob": log_prob, "entropy": entropy}
         if self.beta:
             self.sync_reference()
-            result["ref_log_prob"] = self.reference_log_probs_of(*text)
+            result["ref_log_prob"] = self.reference_log_probs_of(*text, filtered)
         return result
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L]."""
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
-        shared = shared_log_probs(self.model, *text, batch.get("group"), self.temperature, entropy)
-        return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
+        filtered = self.filter_of(batch)
+        shared = shared_log_probs(self.model, *text, batch.get("group"), self.temperature, entropy, filtered)
+        return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch), filtered)
 
     #: The mode of the importance weights, or ``none``.
     correction = property(correction_of)
@@ -233,8 +241,10 @@ class GRPO(PolicyWithReference):
 
     @property
     def rescores(self) -> bool:
-        """Whether the sampler's log-probabilities differ from training's, by engine, filters or visible rounding."""
-        if self.correction != "none" or self.hparams["sampler"] != "native" or filters_of(self):
+        """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or visible
+        rounding.
+        """
+        if self.correction != "none" or self.hparams["sampler"] != "native" or self.lacks_support:
             return True
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return self.compares_with_sampler and not exact

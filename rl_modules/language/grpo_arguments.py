@@ -6,7 +6,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import IN_GROUPS
-from rl_modules.language.sampling.correction import warn_of_filters
 
 
 def check_scale(name: str, value: Any) -> str:
@@ -39,9 +38,7 @@ def refuse_contradictions(module: Any) -> None:
 
 
 def check_run(module: Any) -> None:
-    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's, and of
-    what filtered sampling does to importance weights.
-    """
+    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""
     from rl_modules.language.grpo import GRPO
 
     is_own = type(module).advantages is not GRPO.advantages or type(module).score_group is not GRPO.score_group
@@ -52,7 +49,6 @@ def check_run(module: Any) -> None:
     if level != "token" and loss_type != "grpo":
         rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
                        "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip
-    warn_of_filters(module)
 
 
 def without_clip(module: Any) -> str | None:

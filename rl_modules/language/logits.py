@@ -7,6 +7,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
+from rl_modules.language.sampling.support import Process
 
 #: Elements of all logits from which on they are tiled; on a CPU 128 MB of float32.
 TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
@@ -44,7 +45,7 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
 
 def log_probs_at(
     model: Any, place: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
-    source: Tensor | None = None, equal_weights: bool = False, **inputs: Any,
+    source: Tensor | None = None, equal_weights: bool = False, process: Process | None = None, **inputs: Any,
 ) -> TokenStatistics:  # fmt: skip
     """Computes log π of tokens that are predicted at chosen places; by tiles if their logits would be large.
 
@@ -58,6 +59,7 @@ def log_probs_at(
         source: index of the place that predicts each token, [m] in [0, n); None: token i is predicted at place i.
         equal_weights: the loss will be a multiple of the sum of all log-probabilities, which saves a second pass
             over the tiles.
+        process: changes the logits of each token, as sampling did; None: they stay.
         inputs: of the model, see :func:`logits_at`.
     """
     arguments = target.unsqueeze(0), temperature, entropy, accuracy
@@ -65,9 +67,10 @@ def log_probs_at(
         from rl_modules.language.fast.tiled_head import can_tile, tiled_at
 
         if can_tile(model):
-            return tiled_at(model, place, source, *arguments, equal_weights, **inputs)
+            return tiled_at(model, place, source, *arguments, equal_weights, process=process, **inputs)
     logits = logits_at(model, place, **inputs)
-    return statistics(logits if source is None else logits[:, source], *arguments)
+    logits = logits if source is None else logits[:, source]
+    return statistics(logits if process is None else process(logits, slice(0, len(target))), *arguments)
 
 
 def statistics(

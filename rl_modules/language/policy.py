@@ -15,6 +15,7 @@ from rl_modules.language.base import LanguageModule
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.correction import truncations_of
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.sampling.turns import Partner, converse
@@ -139,13 +140,15 @@ class LanguagePolicy(LanguageModule):
 
     def settings(self, **different: Any) -> SamplingSettings:
         """Returns the sampling settings: the module's arguments, overridden by those given."""
-        own = {
+        own: dict[str, Any] = {
             "max_completion_length": self.max_completion_length,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            # What differs is for an evaluation, which does not train on its completions.
+            "return_sampling_mask": not different and bool(truncations_of(self)),
             **different,
         }
         stops = tuple(eos_token_ids(self.model, self.tokenizer))

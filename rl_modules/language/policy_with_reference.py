@@ -13,11 +13,13 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
-from rl_modules.core.state import persistent
+from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import max_length, plain_config
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
+from rl_modules.language.sampling.correction import truncations_of, warn_of_lacking_support
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, sequence_scores
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
@@ -73,6 +75,8 @@ class PolicyWithReference(LanguagePolicy):
     _synced_at: int = persistent(0)
     # The step from which on the next table of completions is due.
     _table_due_at: int = persistent(0)
+    #: Whether the sampler has not returned which tokens its filters kept.
+    lacks_support: bool = transient(False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,17 +238,31 @@ class PolicyWithReference(LanguagePolicy):
             scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
         return scores - self.reward_offset
 
-    def reference_log_probs_of(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+    def filter_of(self, fields: dict[str, Any]) -> Filter | None:
+        """Returns how sampling changed the distribution of a rollout's or a minibatch's completions, for
+        log-probabilities of the same.
+        """
+        if truncations_of(self) and "kept" not in fields and not self.lacks_support:
+            self.lacks_support = True
+            warn_of_lacking_support(self)
+        return Filter.of(self.repetition_penalty, fields)
+
+    def reference_log_probs_of(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    ) -> Tensor:
         """Returns log π_ref of the completions' tokens, [b, L]."""
         with self.reference_model() as reference:
             require_room("reference", reference, tokens)
-            return completion_log_probs(reference, tokens, prompt_length, length, self.temperature)[0]
+            text = (tokens, prompt_length, length)
+            return completion_log_probs(reference, *text, self.temperature, filtered=filtered)[0]
 
-    def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+    def in_parts(
+        self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: Filter | None = None
+    ) -> dict[str, Tensor]:
         """Runs a forward pass over a generation, in parts of rows of similar length.
 
-        ``compute`` makes tensors [b] or [b, L] from the tokens, prompt lengths and lengths of b rows. Those of parts
-        narrower than the longest completion are padded with 0.
+        ``compute`` makes tensors [b] or [b, L] from the tokens, prompt lengths and lengths of b rows, and from their
+        filter if there is one. Those of parts narrower than the longest completion are padded with 0.
         """
         lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
         total, length = lengths.tolist()
@@ -253,8 +271,8 @@ class PolicyWithReference(LanguagePolicy):
         for rows in on(lengths.device, order).split(self.forward_rows):
             longest = total[order[len(rows) - 1]]
             order = order[len(rows) :]
-            tokens = rollout["tokens"][rows, :longest]
-            for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
+            text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
+            for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
                 if name not in results:
                     width = (max(length),) * (value.ndim - 1)
                     results[name] = value.new_zeros((len(total), *width))

@@ -14,6 +14,7 @@ from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -179,39 +180,47 @@ class RLHFPPO(PolicyWithReference):
         earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
         mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
-        rollout |= self.in_parts(rollout, self.evaluate_completions)
+        rollout |= self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
         reward = self.token_rewards(rollout)
         advantage = self.advantages(reward, rollout["value"], mask)
         returns = torch.where(mask, advantage + rollout["value"], 0.0)
         if self.whiten_advantages:
             advantage = self.whiten(advantage, mask)
         self.record_generation(rollout, returns)
-        names = ("tokens", "prompt_length", "length", "mask", "log_prob", "value")
-        return {**{name: rollout[name] for name in names}, "advantage": advantage, "returns": returns}
+        names = ("tokens", "prompt_length", "length", "mask", "log_prob", "value", "kept", "kept_count")
+        return {
+            **{name: rollout[name] for name in names if name in rollout},
+            "advantage": advantage,
+            "returns": returns,
+        }
 
-    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    ) -> dict[str, Tensor]:
         """Returns log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L]
         each.
 
-        They are computed in training precision, because the sampler's log-probabilities are those of the filtered
-        distribution under top_k, top_p or min_p, and are rounded differently under mixed precision.
+        They are computed in training precision, because the sampler's log-probabilities are rounded differently under
+        mixed precision, and may be another engine's.
         """
         text = (tokens, prompt_length, length)
-        log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
+        log_prob, value, entropy = self.policy_and_value(*text, entropy=True, filtered=filtered)
         found = {"log_prob": log_prob, "value": value, "entropy": entropy}
-        return {**found, "ref_log_prob": self.reference_log_probs_of(*text)} if self.wants_reference else found
+        return (
+            {**found, "ref_log_prob": self.reference_log_probs_of(*text, filtered)} if self.wants_reference else found
+        )
 
     def policy_and_value(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
-        extent: Extent | None = None,
+        extent: Extent | None = None, filtered: Filter | None = None,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         """Returns log π and V of the completions' tokens and, with ``entropy``, the entropies, [b, L] each."""
         text = (tokens, prompt_length, length)
         extent = extent_of(prompt_length, length) if extent is None else extent
         if self.value_head is not None:
-            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent)
+            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent, filtered)
         else:
-            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy, extent)
+            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy, extent, filtered)
             value = token_values(self.value_model, *text, extent[2]) - self.reward_offset
         return log_prob, torch.where(completion_mask(length, extent[2]), value, 0.0), spread
 
@@ -219,7 +228,7 @@ class RLHFPPO(PolicyWithReference):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
-        log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch))
+        log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch), filtered=self.filter_of(batch))
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}

@@ -12,6 +12,7 @@ from rl_modules.core.settings import changed, fixed
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy_with_reference import Rollout
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import written_mask
 
 #: An option of GRPO that RLOO sets itself.
@@ -79,7 +80,7 @@ class RLOO(GRPO):
         """
         if self.kl_coefficient:
             self.sync_reference()
-            passes = self.in_parts(rollout, self.evaluate_completions)
+            passes = self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
             mask = written_mask(rollout)
             counts = rollout["finished"] if self.mask_truncated_completions else mask.any(-1)
             log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]
@@ -94,14 +95,16 @@ class RLOO(GRPO):
         # The KL in the reward needed them already.
         return rollout["passes"] if self.kl_coefficient else super().forward_passes(rollout)
 
-    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    ) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, [b, L] each, if sampling and training
         differ in them; and log π_ref, likewise.
         """
         text = (tokens, prompt_length, length)
-        result = super().evaluate_completions(*text)
+        result = super().evaluate_completions(*text, filtered)
         if self.kl_coefficient:
-            result["reference"] = self.reference_log_probs_of(*text)
+            result["reference"] = self.reference_log_probs_of(*text, filtered)
         return result
 
     # ---------------------------------------------------------------- optimization

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.language.logits import is_large, log_probs_at
+from rl_modules.language.sampling.support import Filter
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
 #: of a batch, no synchronisation with the device is needed.
@@ -49,6 +50,7 @@ def completion_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     extent: Extent | None = None,
+    filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log π of every completion token, by one forward pass with logits for the completions' places only.
 
@@ -60,14 +62,15 @@ def completion_log_probs(
         temperature: T, the one that the tokens were sampled with.
         entropy: also return the entropies.
         extent: of the batch; None asks the device.
+        filtered: how sampling changed the distribution, for log-probabilities of the same; None: not at all.
 
     Returns:
         log π(y_j) in nats, [b, L] float32, 0 after each completion's end; and H_j in nats, likewise, or None.
     """
     first, last, width = extent_of(prompt_length, length) if extent is None else extent
     counts = completion_mask(length, width)
-    if is_large(len(tokens) * (last - first), model):
-        return _large_log_probs(model, tokens[:, :last], prompt_length, counts, temperature, entropy)
+    if filtered is not None or is_large(len(tokens) * (last - first), model):
+        return _counted_log_probs(model, tokens[:, :last], prompt_length, counts, temperature, entropy, filtered)
     place = completion_positions(prompt_length, length, width)
     # Logits at t - 1 predict the token at t, so the last token's logits are not needed.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
@@ -80,15 +83,17 @@ def completion_log_probs(
     return aligned, torch.where(counts, spread.gather(1, place - first), 0.0)
 
 
-def _large_log_probs(
-    model: Any, tokens: Tensor, prompt_length: Tensor, counts: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def _counted_log_probs(
+    model: Any, tokens: Tensor, prompt_length: Tensor, counts: Tensor, temperature: float, entropy: bool,
+    filtered: Filter | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes the same from the counted tokens' places only, [b, L], to save work and memory in the output layer."""
     row, column = counts.nonzero(as_tuple=True)
     at = prompt_length[row] + column
     inputs = tokens[:, :-1]
+    process = None if filtered is None else filtered.at(tokens, prompt_length, row, column)
     found = log_probs_at(
-        model, row * inputs.shape[1] + at - 1, tokens[row, at], temperature, entropy, input_ids=inputs
+        model, row * inputs.shape[1] + at - 1, tokens[row, at], temperature, entropy, process=process, input_ids=inputs
     )  # fmt: skip
     aligned = [
         None if x is None else placed(x[0], row * counts.shape[1] + column, counts.shape) for x in found[:2]

@@ -17,6 +17,7 @@ from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_wi
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.sampling.support import Filter, Process
 from rl_modules.language.scoring import completion_log_probs, placed
 
 #: Share of repeated prompt tokens in a batch above which two passes without repetitions are faster than one with them.
@@ -87,6 +88,7 @@ def grouped_log_probs(
     group: Tensor,
     temperature: float = 1.0,
     entropy: bool = False,
+    filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log π of every completion token, and the entropies if asked for, as ``completion_log_probs`` has them, [b, L].
 
@@ -98,8 +100,13 @@ def grouped_log_probs(
     cache: Any = DynamicCache(config=text_config(model.config))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
     beginning = tokens[rows, prompt_length]
+
+    def process(row: Tensor, column: Tensor) -> Process | None:
+        return None if filtered is None else filtered.at(tokens, prompt_length, row, column)
+
     found = [
         log_probs_at(model, last, beginning, temperature, entropy, source=source,
+                     process=process(rows, torch.zeros_like(rows)),
                      input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
     ]  # fmt: skip
     where = [rows * width]
@@ -115,8 +122,8 @@ def grouped_log_probs(
         if len(row):
             found.append(log_probs_at(
                 model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,
-                input_ids=tokens.gather(1, place), attention_mask=mask, past_key_values=cache, position_ids=place,
-                use_cache=True,
+                process=process(row, column + 1), input_ids=tokens.gather(1, place), attention_mask=mask,
+                past_key_values=cache, position_ids=place, use_cache=True,
             ))  # fmt: skip
             where.append(row * width + column + 1)
     shape = torch.Size([len(length), width])

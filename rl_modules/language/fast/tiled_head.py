@@ -23,6 +23,7 @@ from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
 from rl_modules.language.logits import TokenStatistics, statistics
 from rl_modules.language.models import is_sharded
+from rl_modules.language.sampling.support import Process
 
 #: Elements of a tile's logits; on a CPU 64 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**28}
@@ -39,6 +40,7 @@ def tiled_statistics(
     entropy: bool = False,
     accuracy: bool = False,
     equal_weights: bool = False,
+    process: Process | None = None,
 ) -> TokenStatistics:
     """:func:`statistics` from what the output layer reads, with one tile of logits at a time."""
     head, tail = model.get_output_embeddings(), _tails[model]
@@ -46,7 +48,7 @@ def tiled_statistics(
     at_once = equal_weights and torch.is_grad_enabled()
     # Hooks on the output layer have chosen the states; a sharded model's are still there while tiles are computed.
     run = head.forward if is_sharded(model) else head
-    asked = _Asked(lambda x: tail(run(x)), rows, temperature, entropy, accuracy, at_once)
+    asked = _Asked(lambda x: tail(run(x)), rows, temperature, entropy, accuracy, at_once, process)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     found = _Tiles.apply(states, target, asked, *weights)
     return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)
@@ -61,6 +63,13 @@ class _Asked(NamedTuple):
     accuracy: bool
     #: Whether gradients are taken with the forward pass.
     at_once: bool
+    #: Changes the logits of each token.
+    process: Process | None = None
+
+    def logits_of(self, x: Tensor, begin: int) -> Tensor:
+        """Logits of a tile, whose first token has this number."""
+        logits = self.logits(x)
+        return logits if self.process is None else self.process(logits, slice(begin, begin + x.shape[1]))
 
 
 class _Gradients:
@@ -102,10 +111,10 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, target: Tensor, asked: _Asked, *weights: Tensor) -> tuple[Tensor, ...]:
         parts, gradients = [], _Gradients()
-        for x, y in zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True):
+        for i, (x, y) in enumerate(zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True)):
             with torch.set_grad_enabled(asked.at_once):
                 x = x.detach().requires_grad_(asked.at_once)
-                logits = asked.logits(x)
+                logits = asked.logits_of(x, i * asked.rows)
             parts.append(statistics(logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy))
             if asked.at_once:
                 log_prob = parts[-1].log_prob
@@ -143,10 +152,10 @@ class _Tiles(torch.autograd.Function):
         gradients = _Gradients()
         columns = [states, target, log_prob, grad, *([] if spread is None else [spread])]
         with torch.autocast(*ctx.autocast):
-            for x, *tile in zip(*(tensor.split(asked.rows, 1) for tensor in columns), strict=True):
+            for i, (x, *tile) in enumerate(zip(*(tensor.split(asked.rows, 1) for tensor in columns), strict=True)):
                 x = x.detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = asked.logits(x)
+                    logits = asked.logits_of(x, i * asked.rows)
                 gradients.add(asked, x, logits, tuple(tile[:3]), weights, *tile[3:])
         return torch.cat(gradients.states, 1), None, None, *(gradients.weights or [])
 
@@ -184,7 +193,8 @@ def _tails_of(config: Any) -> list[Tail]:
 
 def tiled_at(
     model: Any, place: Tensor, source: Tensor | None, target: Tensor, temperature: float = 1.0, entropy: bool = False,
-    accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, **inputs: Any,
+    accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, process: Process | None = None,
+    **inputs: Any,
 ) -> TokenStatistics:  # fmt: skip
     """:func:`~rl_modules.language.logits.log_probs_at` by tiles; ``target`` is [1, m].
 
@@ -199,7 +209,7 @@ def tiled_at(
 
     def compute() -> TokenStatistics:
         chosen = states[0] if source is None else states[0][:, source]
-        return tiled_statistics(model, chosen, target, temperature, entropy, accuracy, equal_weights)
+        return tiled_statistics(model, chosen, target, temperature, entropy, accuracy, equal_weights, process)
 
     def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states.append(arguments[0])

@@ -13,39 +13,36 @@ MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_
 _NAME = "importance_sampling_correction"
 
 
-def filters_of(policy: Any) -> list[str]:
-    """The policy's arguments with which it samples from another distribution than it trains, as ``name=value``."""
-    idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
+def truncations_of(policy: Any) -> list[str]:
+    """The policy's arguments with which some tokens are never sampled, as ``name=value``."""
+    idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
     return [f"{name}={value}" for name, off in idle.items() if (value := getattr(policy, name)) not in off]
 
 
 def correction_of(policy: Any) -> str:
     """Returns the mode of the correction: the given one, or a default if another engine or older weights sample.
 
-    The default is TRL's, except for filtered sampling: there the weight of a completion is the product of the masses
-    that the filter keeps of each token, which falls exponentially with the length.
+    The default is TRL's, except where the sampler does not return which tokens its filters kept: there the weight of a
+    completion is the product of the kept masses of its tokens, which falls exponentially with the length.
     """
     given: str | None = policy.hparams[_NAME]
     if given is not None:
         return given
-    if policy.hparams["sampler"] == "native" and not policy.samples_ahead:
-        return "none"
-    if filters_of(policy):
+    if policy.lacks_support:
         return "token_truncate" if policy.weights_tokens else "none"
-    return "sequence_mask"
+    return "none" if policy.hparams["sampler"] == "native" and not policy.samples_ahead else "sequence_mask"
 
 
-def warn_of_filters(policy: Any) -> None:
-    """Warns if filtered sampling changes the default mode, or makes the weights of the given one tiny."""
-    filters, given, mode = ", ".join(filters_of(policy)), policy.hparams[_NAME], correction_of(policy)
-    why = f"under {filters} the weight of a completion is the product of the probability masses kept of its tokens"
-    if not filters:
-        return
-    if given is not None and given.startswith("sequence"):
-        instead = "token_truncate" if policy.weights_tokens else "none"
-        rank_zero_warn(f"{_NAME}={given!r}: {why}, so that nothing is learned from long ones; take {instead}")
-    elif given is None and (policy.hparams["sampler"] != "native" or policy.samples_ahead):
-        rank_zero_warn(f"{_NAME} is {mode} in this run, in place of sequence_mask: {why}, near 0 for a long one")
+def warn_of_lacking_support(policy: Any) -> None:
+    """Warns that training's log-probabilities are not those of sampling."""
+    filters = ", ".join(truncations_of(policy))
+    text = (f"sampler={policy.hparams['sampler']!r} does not return the tokens that {filters} kept, so that training's "
+            "log-probabilities are those of all tokens; take native, or vLLM 0.28 or newer on CUDA")  # fmt: skip
+    if (given := policy.hparams.get(_NAME, "none")) is None:
+        text += f". {_NAME} is {correction_of(policy)} in this run"
+    elif given.startswith("sequence"):
+        text += f". With {_NAME}={given!r} the weight of a completion is the product of the kept masses of its tokens"
+    rank_zero_warn(text)
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

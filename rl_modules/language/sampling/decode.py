@@ -122,10 +122,12 @@ class _Decoding:
 
     def _draw(self, rows: _Live, logits: Tensor) -> list[bool]:
         """Draws a token for each of these rows; returns which of them have now had their last one."""
-        rows.token, log_prob = self.rule.draw(logits, self.draws[rows.step, rows.row], rows.seen)
+        scores = self.rule.scores(logits, rows.seen)
+        rows.token, log_prob = self.rule.draw_from(scores, self.draws[rows.step, rows.row])
         if rows.seen is not None:
             rows.seen.scatter_(-1, rows.token.unsqueeze(-1), True)
         ended = self.record.add(rows.step, rows.row, rows.token, log_prob)
+        self.record.keep(rows.step, rows.row, scores)
         rows.position, rows.step = rows.position + 1, rows.step + 1
         # The only synchronisation per token: the number of remaining rows decides the next shapes.
         return ended.tolist()
@@ -164,11 +166,13 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
         step = input_ids.shape[1] - tokens.shape[1]
         if rule.penalizes and seen is None:
             seen = prompts.seen(logits.shape[-1])
-        token, log_prob = rule.draw(logits, draws[step], seen)
+        scores = rule.scores(logits, seen)
+        token, log_prob = rule.draw_from(scores, draws[step])
         if seen is not None:
             seen.scatter_(-1, token.unsqueeze(-1), True)
         row = (~done).nonzero().squeeze(-1)
         done[row] = record.add(step, row, token[row], log_prob[row])
+        record.keep(torch.full_like(row, step), row, scores[row])
         return torch.full_like(logits, -torch.inf).scatter_(-1, token.unsqueeze(-1), 0.0)
 
     # `generate` would take settings that are not given from the model's generation config, such as penalties or EOS

@@ -31,13 +31,22 @@ class NextToken:
         _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
 
     @property
+    def truncates(self) -> bool:
+        """Whether some tokens may have probability 0."""
+        cuts = bool(self.top_k) or (self.top_p or 1) < 1 or bool(self.min_p)
+        return cuts and self.temperature > 0
+
+    @property
     def penalizes(self) -> bool:
         """Whether :meth:`draw` needs to know the tokens that a row already has."""
         return self.repetition_penalty != 1.0
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One token per row, by inverting the cumulative distribution."""
-        scores = self.scores(logits, seen)
+        return self.draw_from(self.scores(logits, seen), uniform)
+
+    def draw_from(self, scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """One token per row of :meth:`scores`, and its log-probability."""
         if self.temperature == 0:
             token = scores.argmax(-1)
             highest = scores.gather(-1, token.unsqueeze(-1)).squeeze(-1)
@@ -47,7 +56,7 @@ class NextToken:
         cumulative = shifted.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         token = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
-        token.clamp_(max=logits.shape[-1] - 1)  # Only NaN logits get past the end; the caller reports them.
+        token.clamp_(max=scores.shape[-1] - 1)  # Only NaN logits get past the end; the caller reports them.
         log_prob = shifted.gather(-1, token) - total.log()
         return token.squeeze(-1), log_prob.squeeze(-1).float()
 

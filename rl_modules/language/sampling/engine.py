@@ -19,6 +19,7 @@ from rl_modules.language.architecture import text_config
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
+from rl_modules.language.sampling.support import kept_lists, packed_lists
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
 from rl_modules.language.sharding import gathered_once
 
@@ -34,6 +35,8 @@ class Row:
     tokens: list[int]
     log_prob: list[float]
     finished: bool
+    #: The tokens that filters kept where each was drawn; None: not asked for, or not known.
+    kept: list[list[int]] | None = None
 
 
 class Writer(Protocol):
@@ -107,9 +110,10 @@ class NativeEngine:
 def rows_of(written: Completions) -> list[Row]:
     """Returns the rows of completions as lists."""
     columns = (written.tokens, written.log_prob, written.length, written.finished)
+    kept: Sequence[list[list[int]] | None] = kept_lists(written) or [None] * len(written.length)
     return [
-        Row(tokens[:n], log_prob[:n], finished)
-        for tokens, log_prob, n, finished in zip(*(column.tolist() for column in columns), strict=True)
+        Row(tokens[:n], log_prob[:n], finished, ids and ids[:n])
+        for tokens, log_prob, n, finished, ids in zip(*(column.tolist() for column in columns), kept, strict=True)
     ]
 
 
@@ -124,9 +128,12 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
     log_prob = torch.tensor([row.log_prob + [0.0] * (width - len(row.log_prob)) for row in rows], dtype=torch.float32)
     finished = torch.tensor([row.finished for row in rows], dtype=torch.bool)
     version = torch.tensor(list(versions), dtype=torch.int64)
-    return Completions(
-        tokens.to(device), log_prob.to(device), length.to(device), finished.to(device), version.to(device)
-    )
+    found = [row.kept for row in rows if row.kept is not None]
+    kept, count = packed_lists(found, width) if len(found) == len(rows) else (None, None)
+    columns = {"tokens": tokens, "log_prob": log_prob, "length": length, "finished": finished, "version": version,
+               "kept": kept, "kept_count": count}  # fmt: skip
+    on_device: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in columns.items()}
+    return Completions(**on_device)
 
 
 class EngineSampler:

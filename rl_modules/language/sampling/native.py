@@ -42,6 +42,7 @@ def sample(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    return_sampling_mask: bool = False,
     synced_gpus: bool = False,
     max_rows_in_flight: int | None = None,
     cache_implementation: str = "auto",
@@ -72,6 +73,7 @@ def sample(
         top_p: draw from the likeliest tokens that reach this probability together; None: from all.
         min_p: draw from tokens with at least this fraction of the likeliest one's probability; None: from all.
         repetition_penalty: r > 0, makes tokens that the row has (prompt included) less likely if above 1.
+        return_sampling_mask: also return which tokens top_k, top_p and min_p kept, where one of them is set.
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
         max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others take
             the places of those that end. None: all, and on CUDA as many as the free memory has room for.
@@ -116,7 +118,7 @@ def sample(
         draws = uniforms(seeds[first:last], int(limit.max())).to(limit.device)
         listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
         ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
-        record = Record(limit, ends, pad_token_id, listener)
+        record = Record(limit, ends, pad_token_id, listener, return_sampling_mask and rule.truncates)
         cache = cache_of(min(at_once or last - first, last - first))
         if cache is None:
             generate(model, batch, rule, draws, record, synced_gpus)
@@ -251,7 +253,9 @@ def _completions(record: Record, model: Any) -> Completions:
         release(model)  # its keys and values may be NaN, which no mask hides from a later generation
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
-    return Completions(tokens, log_prob, record.length, record.finished)
+    kept, count = record.kept
+    count = None if count is None else count[:, :longest].clone()
+    return Completions(tokens, log_prob, record.length, record.finished, kept=kept, kept_count=count)
 
 
 def uncompiled(model: Any) -> AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,10 @@ class Completions:
     turn_reward: Tensor | None = None
     #: Of those, per row: ``prompt_ids`` and ``messages``, and what ended it.
     dialogues: list[dict[str, Any]] | None = None
+    #: The tokens that filters kept where each token was drawn, (B, N) int32, and their number, (B, L) int32, see
+    #: :func:`rl_modules.language.sampling.support.packed`; None: not asked for, or not known.
+    kept: Tensor | None = None
+    kept_count: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -61,6 +65,7 @@ class SamplingSettings:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    return_sampling_mask: bool = False
 
 
 class Sampler(Protocol):
@@ -123,25 +128,19 @@ def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
     """Returns the rows of several completions as one, as wide as the longest of them."""
     if len(parts) == 1:
         return parts[0]
-    width = max(part.tokens.shape[1] for part in parts)
 
-    def widened(x: Tensor, value: float) -> Tensor:
-        return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
+    def column(name: str) -> Any:
+        found: list[Any] = [x for part in parts if (x := getattr(part, name)) is not None]
+        if len(found) < len(parts):
+            return None
+        if isinstance(found[0], list):
+            return [row for rows in found for row in rows]
+        if found[0].ndim > 1:
+            width, fill = max(x.shape[1] for x in found), pad_token_id if name == "tokens" else 0
+            found = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) for x in found]
+        return torch.cat(found)
 
-    in_turns: dict[str, Any] = {}
-    if all(part.written is not None for part in parts):
-        for name in ("written", "turn", "turn_reward"):
-            in_turns[name] = torch.cat([widened(getattr(part, name), 0) for part in parts])
-        in_turns["dialogues"] = [dialogue for part in parts for dialogue in part.dialogues or ()]
-    versions = [part.version for part in parts]
-    return Completions(
-        tokens=torch.cat([widened(part.tokens, pad_token_id) for part in parts]),
-        log_prob=torch.cat([widened(part.log_prob, 0.0) for part in parts]),
-        length=torch.cat([part.length for part in parts]),
-        finished=torch.cat([part.finished for part in parts]),
-        version=None if any(v is None for v in versions) else torch.cat([v for v in versions if v is not None]),
-        **in_turns,
-    )
+    return Completions(**{field.name: column(field.name) for field in fields(Completions)})
 
 
 def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_token_id: int) -> Completions:
@@ -152,13 +151,11 @@ def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_tok
     order[torch.tensor(list(rows), dtype=torch.int64, device=order.device)] = torch.arange(
         count, count + len(rows), device=order.device
     )
-    length = both.length[order]
-    width = int(length.max())
-    version = None if both.version is None else both.version[order]
-    tables = (both.written, both.turn, both.turn_reward)
-    by_model, turn, reward = (None if x is None else x[order, :width] for x in tables)
-    dialogues = None if both.dialogues is None else [both.dialogues[row] for row in order.tolist()]
-    return Completions(
-        both.tokens[order, :width], both.log_prob[order, :width], length, both.finished[order], version, by_model, turn,
-        reward, dialogues,
-    )  # fmt: skip
+    width = int(both.length[order].max())
+    chosen: dict[str, Any] = {}
+    for name, x in vars(both).items():
+        if isinstance(x, list):
+            chosen[name] = [x[row] for row in order.tolist()]
+        elif x is not None:
+            chosen[name] = x[order, :width] if x.ndim > 1 and name != "kept" else x[order]
+    return Completions(**chosen)

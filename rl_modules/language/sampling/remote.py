@@ -139,7 +139,8 @@ class Server:
         """One completion per prompt, each with the version of the weights that wrote it."""
         body: dict[str, Any] = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds],
                                 "settings": asdict(settings), "run": self.run}  # fmt: skip
-        most = 2**16 + len(prompts) * (1000 + 60 * settings.max_completion_length)
+        kept = min(settings.top_k or self.spec.words, self.spec.words) if settings.return_sampling_mask else 0
+        most = 2**16 + len(prompts) * (1000 + (60 + 12 * kept) * settings.max_completion_length)
         oldest = self.versions.least
         answer = self.ask("/generate", wire.ROWS, json.dumps(body).encode(), most=most)
         rows = [Row(**row) for row in answer["rows"]]
@@ -168,6 +169,11 @@ def _mistake_of(row: Row, limit: int, settings: SamplingSettings, words: int) ->
         return f"{len(row.log_prob)} log-probabilities for {n} tokens"
     if max(row.tokens) >= words:
         return f"the token id {max(row.tokens)}, where the model has {words}"
+    if row.kept is not None and not (
+        len(row.kept) == n
+        and all(token in ids and max(ids) < words for token, ids in zip(row.tokens, row.kept, strict=True))
+    ):
+        return "kept tokens that lack the drawn one, or that the model does not have"
     if row.finished != (row.tokens[-1] in stops) or stops.intersection(row.tokens[:-1]):
         return f"finished={row.finished}, against its EOS tokens"
     return ""

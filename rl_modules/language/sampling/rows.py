@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_modules.common.modules import on
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.support import packed
 
 #: Share of the rows in flight that must be free before waiting rows take their places. Their prompts need a separate
 #: forward pass, which should serve several rows.
@@ -78,8 +79,12 @@ class Prompts:
 class Record:
     """The completions of all rows while they grow."""
 
-    def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None) -> None:
+    def __init__(
+        self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None, keeps: bool = False
+    ) -> None:
         self.on_ended = on_ended
+        #: Rows and steps of each pass, and their kept tokens; None: not asked for.
+        self._kept: list[tuple[Tensor, ...]] | None = [] if keeps else None
         shape = (len(limit), int(limit.max()))
         self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
         self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
@@ -95,6 +100,20 @@ class Record:
         self.length[row] = step + 1
         self.finished[row] = ended
         return ended | (self.limit[row] == step + 1)
+
+    def keep(self, step: Tensor, row: Tensor, scores: Tensor) -> None:
+        """Writes which tokens these rows were drawn from, by scores [n, V], -inf for the others."""
+        if self._kept is not None:
+            kept = scores > -torch.inf  # rows that have ended are moved within `row`, hence the copy
+            self._kept.append((row.clone(), step, kept.sum(1), kept.nonzero()[:, 1].to(torch.int32)))
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The tokens that each was drawn from, see :func:`~rl_modules.language.sampling.support.packed`."""
+        if self._kept is None:
+            return None, None
+        row, step, count, ids = (torch.cat(column) for column in zip(*self._kept, strict=True))
+        return packed(row, step, count, ids, (len(self.tokens), self.tokens.shape[1]))
 
     def announce(self, row: Tensor) -> None:
         """Call the listener, where there is one, with these rows; they have ended."""

@@ -34,7 +34,7 @@ from rl_modules.language.sampling.protocol import SamplingSettings
 from rl_modules.language.sampling.weights import EngineSpec
 from rl_modules.language.sampling.wire import BYTES, GENERATE, JSON, MODEL, InvalidMessage, parsed
 
-PROTOCOL = 2
+PROTOCOL = 3
 #: Longest body of each path, in bytes, and its content type. A part of the weights ends with a whole weight.
 BODIES = {"/model": (2**24, JSON), "/generate": (2**30, JSON), "/weights": (2**35, BYTES)}
 #: Seconds for a request's head, which a stranger may send, and for the body of a client.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.support import kept_lists, packed_lists
 
 #: Least share of a turn's sampling time that is waited for answers before the rows that have theirs go on.
 _PATIENCE = 0.1
@@ -83,11 +84,13 @@ def by_turns(
         device = part.tokens.device
         columns = (part.tokens, part.log_prob, part.length, part.finished)
         version = [None] * len(going) if part.version is None else part.version.tolist()
-        for further, tokens, log_prob, length, finished, of in zip(
-            going, *(column.tolist() for column in columns), version, strict=True
+        kept = kept_lists(part) or [[]] * len(going)
+        for further, tokens, log_prob, length, finished, of, ids in zip(
+            going, *(column.tolist() for column in columns), version, kept, strict=True
         ):
             count = min(length, further.limit)
             rows[further.row].write(tokens[:count], log_prob[:count], of)
+            rows[further.row].kept += ids[:count]
             partner.ended(further.row, tokens[:count], finished and count == length)
         going = []
         took_s = time.monotonic() - began_s
@@ -110,6 +113,8 @@ class _Row:
         self.log_prob: list[float] = []
         self.turn: list[int] = []
         self.written: list[bool] = []
+        #: What filters kept for each token, empty for what was read; no lists where the sampler returns none.
+        self.kept: list[list[int]] = []
         self.turns = 0
         self.finished = False
         self.version: int | None = None
@@ -122,6 +127,8 @@ class _Row:
 
     def read(self, tokens: list[int]) -> None:
         self._add(tokens, [0.0] * len(tokens), False)
+        if self.kept:
+            self.kept += [[]] * len(tokens)
 
     def _add(self, tokens: list[int], log_prob: list[float], written: bool) -> None:
         self.tokens += tokens
@@ -138,6 +145,8 @@ def _joined(rows: Sequence[_Row], pad_token_id: int, device: Any) -> Completions
         padded = [[*value, *[pad] * (width - len(value))] for value in values]
         return torch.tensor(padded, dtype=dtype, device=device)
 
+    lists = packed_lists([row.kept for row in rows], width) if all(row.kept for row in rows) else (None, None)
+    kept, kept_count = (None if x is None else x.to(device) for x in lists)
     versions = [row.version for row in rows if row.version is not None]
     return Completions(
         tokens=table("tokens", pad_token_id, torch.int64),
@@ -147,4 +156,6 @@ def _joined(rows: Sequence[_Row], pad_token_id: int, device: Any) -> Completions
         version=torch.tensor(versions, dtype=torch.int64, device=device) if versions else None,
         written=table("written", False, torch.bool),
         turn=table("turn", 0, torch.int64),
+        kept=kept,
+        kept_count=kept_count,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,9 @@ from rl_modules.language.sampling.engine import Row
 from rl_modules.language.sampling.native import check_request
 from rl_modules.language.sampling.protocol import SamplingSettings
 from rl_modules.language.sampling.weights import EngineSpec
+
+#: Words of a vocabulary, or a top k, up to which log-probabilities of so many tokens are asked for.
+_FEW = 1024
 
 
 def unties(kind: str) -> bool:
@@ -44,7 +48,14 @@ class VLLMEngine:
         eager = not self.on_cuda if enforce_eager is None else enforce_eager
         cap = {} if max_rows_in_flight is None else {"max_num_seqs": max_rows_in_flight}
         options = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_cuda else {}
-        self.llm = start_engine(spec, enforce_eager=eager, **options, **cap, **among_ranks(*ranks))
+        options |= {"enforce_eager": eager, **cap, **among_ranks(*ranks)}
+        #: Whether the engine returns the tokens that filters kept: from vLLM 0.28 on, with its second model runner.
+        self.returns_masks = True
+        try:
+            self.llm = start_engine(spec, return_sampling_mask=True, **options)
+        except (TypeError, ValueError):
+            self.returns_masks = False
+            self.llm = start_engine(spec, max_logprobs=-1, **options)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -54,12 +65,28 @@ class VLLMEngine:
         check_request(prompts, 1, settings.max_completion_length, list(settings.eos_token_id), seeds,
                       self.spec.longest, self.spec.words)  # fmt: skip
         parameters = [
-            sampling_params(settings, seed, min(settings.max_completion_length, self.spec.longest - len(prompt)))
+            sampling_params(
+                settings,
+                seed,
+                min(settings.max_completion_length, self.spec.longest - len(prompt)),
+                self.support_options(settings),
+            )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return [to_row(output.outputs[0], settings) for output in outputs]
+
+    def support_options(self, settings: SamplingSettings) -> dict[str, int]:
+        """Parameters with which the engine returns the kept tokens: by a mask, which is only for a top k; or by the
+        log-probabilities of all tokens, where they are few enough.
+        """
+        most = min(settings.top_k or self.spec.words, self.spec.words)
+        if not settings.return_sampling_mask:
+            return {}
+        if self.returns_masks:
+            return {"top_k": most}
+        return {"logprobs": most} if most <= _FEW else {}
 
     def sleep(self) -> None:
         if self.on_cuda:
@@ -106,7 +133,9 @@ def among_ranks(rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     return {"distributed_executor_backend": "external_launcher"}
 
 
-def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> Any:
+def sampling_params(
+    settings: SamplingSettings, seed: int, max_tokens: int, options: dict[str, int] | None = None
+) -> Any:
     """Our settings as vLLM's ``SamplingParams``, for one row."""
     from vllm import SamplingParams
 
@@ -114,7 +143,8 @@ def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> A
         raise UsageError(f"min_p={settings.min_p} with top_p={settings.top_p}: vLLM applies min_p first, the native "
                          "sampler last, so that the kept tokens would differ; set one of them")  # fmt: skip
     return SamplingParams(
-        n=1, logprobs=0, seed=mixed(int(seed)), temperature=settings.temperature, top_k=settings.top_k or 0,
+        n=1, seed=mixed(int(seed)), temperature=settings.temperature,
+        **{"logprobs": 0, "top_k": settings.top_k or 0, **(options or {})},
         top_p=1.0 if settings.top_p is None else settings.top_p, min_p=settings.min_p or 0.0,
         repetition_penalty=settings.repetition_penalty, max_tokens=max_tokens,
         stop_token_ids=list(settings.eos_token_id), ignore_eos=True, detokenize=False,
@@ -128,4 +158,9 @@ def to_row(output: Any, settings: SamplingSettings) -> Row:
         log_prob = [0.0] * len(tokens)
     else:
         log_prob = [float(found[token].logprob) for found, token in zip(output.logprobs, tokens, strict=True)]
-    return Row(tokens, log_prob, tokens[-1] in settings.eos_token_id)
+    mask, kept = getattr(output, "sampling_mask", None), None
+    if settings.return_sampling_mask and mask is not None:
+        kept = [[int(token) for token in ids] for ids in mask.token_ids]
+    elif settings.return_sampling_mask and len(output.logprobs[0]) > 1:
+        kept = [[int(t) for t, x in found.items() if x.logprob > -math.inf] for found in output.logprobs]
+    return Row(tokens, log_prob, tokens[-1] in settings.eos_token_id, kept)

@@ -47,10 +47,12 @@ SETTINGS = {
     "max_completion_length": Within(1, 2**31), "eos_token_id": [COUNT], "pad_token_id": COUNT,
     "temperature": Within(0, 1e6, whole=False), "top_k": (None, COUNT), "top_p": (None, Within(0, 1, whole=False)),
     "min_p": (None, Within(0, 1, whole=False)), "repetition_penalty": Within(1e-6, 1e6, whole=False),
+    "return_sampling_mask": bool,
 }  # fmt: skip
 GENERATE = {"prompts": [[COUNT]], "seeds": [Within(-(2**63), 2**64)], "settings": SETTINGS, "run": (None, str)}
 #: Log-probabilities may be above 0 by rounding.
-ROW = {"tokens": [COUNT], "log_prob": [Within(-1e6, 1e-3, whole=False)], "finished": bool}
+ROW = {"tokens": [COUNT], "log_prob": [Within(-1e6, 1e-3, whole=False)], "finished": bool,
+       "kept": (None, [[COUNT]])}  # fmt: skip
 ROWS = {"rows": [ROW], "version": COUNT}
 
 

@@ -1,5 +1,6 @@
 """Samplers under test, behind the one protocol, and a vLLM that is none: transformers behind vLLM's interface."""
 
+import math
 import os
 import sys
 import threading
@@ -67,10 +68,14 @@ class FakeLLM:
     """vLLM's ``LLM`` as far as it is called: the engine's config, SamplingParams, and what it answers."""
 
     made: ClassVar[list["FakeLLM"]] = []
+    #: Whether it has the option ``return_sampling_mask``, as vLLM has on CUDA, but not on a CPU.
+    masks = False
 
     def __init__(self, model: str, **options: Any) -> None:
         from transformers import AutoConfig
 
+        if options.get("return_sampling_mask") and not self.masks:
+            raise ValueError("sampling distribution replay requires Model Runner V2")
         assert options["logprobs_mode"] == "processed_logprobs"
         self.options = options
         self.network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
@@ -99,21 +104,29 @@ class FakeLLM:
     def generate(self, prompts: list[Any], parameters: list[Any], use_tqdm: bool) -> list[Any]:
         first = parameters[0]
         for p in parameters:
-            assert p.n == 1 and p.logprobs == 0 and p.ignore_eos and not p.detokenize
+            assert p.n == 1 and p.ignore_eos and not p.detokenize
+            assert p.logprobs == 0 or (not self.masks and self.options["max_logprobs"] == -1)
             assert {**vars(p), "seed": 0, "max_tokens": 0} == {**vars(first), "seed": 0, "max_tokens": 0}
         written = sample(
             self.network, [prompt["prompt_token_ids"] for prompt in prompts], seeds=[p.seed for p in parameters],
             max_completion_length=max(p.max_tokens for p in parameters), eos_token_id=first.stop_token_ids,
             pad_token_id=0, temperature=first.temperature, top_k=first.top_k, top_p=first.top_p, min_p=first.min_p,
-            repetition_penalty=first.repetition_penalty,
+            repetition_penalty=first.repetition_penalty, return_sampling_mask=True,
         )  # fmt: skip
-        return [self._output(row, p.max_tokens) for row, p in zip(rows_of(written), parameters, strict=True)]
+        return [self._output(row, p) for row, p in zip(rows_of(written), parameters, strict=True)]
 
-    def _output(self, row: Row, most: int) -> Any:
+    def _output(self, row: Row, p: Any) -> Any:
         # A row that stops at a limit of its own is a part of the longer one.
-        pairs = list(zip(row.tokens, row.log_prob, strict=True))[:most]
+        pairs = list(zip(row.tokens, row.log_prob, strict=True))[: p.max_tokens]
         found = [{token: SimpleNamespace(logprob=value)} for token, value in pairs]
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token for token, _ in pairs], logprobs=found)])
+        kept = [] if row.kept is None else row.kept[: p.max_tokens]
+        for ids, values in zip(kept, found, strict=False) if p.logprobs else ():
+            others = [token for token in range(self.network.config.vocab_size) if token not in ids]
+            for token in [*ids, *others][: p.logprobs]:
+                values.setdefault(token, SimpleNamespace(logprob=-1.0 if token in ids else -math.inf))
+        mask = SimpleNamespace(token_ids=kept) if self.masks and p.top_k > 0 else None
+        tokens = [token for token, _ in pairs]
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=found, sampling_mask=mask)])
 
 
 def fake_vllm(monkeypatch: Any) -> None:

@@ -18,6 +18,10 @@ from tests.training import fit
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+#: Fields of dialogues only.
+IN_TURNS = {"written", "turn", "turn_reward"}
+
+
 def remembering(cls, **arguments):
     """A module whose ``seen`` has the fields of each kind of batch that it got."""
     seen = {"train": set(), "eval": set(), "rollout": set(), "predict": set()}
@@ -91,14 +95,14 @@ def test_fields_of_completions(cls, each):
     module, seen = remembering(cls, max_completion_length=4)
     data = PromptDataModule("addition", num_generations=each, batch_size=8, n_eval=8, eval_steps=1, dynamic_sampling=0)
     run(module, data)
-    assert seen["rollout"] == fields(Generation) - {"missing"}
+    assert seen["rollout"] == fields(Generation) - {"missing", "kept", "kept_count"} - IN_TURNS
     assert seen["eval"] == seen["predict"] == fields(JudgedCompletions)
     of_the_datamodule = fields(CompletionBatch) - {"log_prob", "advantage"}
     assert seen["train"] >= fields(CompletionBatch) >= of_the_datamodule
 
 
 def test_replaced_groups_are_counted():
-    module, seen = remembering(GRPO, max_completion_length=4)
+    module, seen = remembering(GRPO, max_completion_length=4, top_p=0.9)
     data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0, dynamic_sampling=1)
     fit(module, data, max_steps=1)
-    assert seen["rollout"] == fields(Generation)
+    assert seen["rollout"] == fields(Generation) - IN_TURNS

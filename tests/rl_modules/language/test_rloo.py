@@ -180,7 +180,7 @@ def test_equal_weights_have_no_distance_in_any_precision(precision):
 
 @pytest.mark.fast_path
 def test_the_policy_reads_a_generation_once(monkeypatch):
-    read, module = [], rloo(beta=0.3, top_k=7)
+    read, module = [], rloo(beta=0.3, importance_sampling_correction="sequence_mask")
 
     def counted(model, *arguments, **options):
         read.append(model)

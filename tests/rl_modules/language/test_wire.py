@@ -22,7 +22,7 @@ from tests.rl_modules.language.sampler_cases import EOS, TOKEN, WORDS, running_s
 
 # ---------------------------------------------------------------- what a server answers
 
-TRUE_ROW = {"tokens": [5] * 8, "log_prob": [-0.5] * 8, "finished": False}
+TRUE_ROW = {"tokens": [5] * 8, "log_prob": [-0.5] * 8, "finished": False, "kept": [[3, 5]] * 8}
 TRUTH: dict[str, Any] = {
     "/health": {"protocol": PROTOCOL, "model": None, "version": 3, "run": None, "untied": False},
     "/model": {}, "/weights": {}, "/generate": {"rows": [TRUE_ROW, TRUE_ROW], "version": 3},
@@ -68,6 +68,10 @@ LIES: dict[str, tuple[str, Any]] = {
     "ids after the end": ("/generate", row(tokens=[5, EOS, *[5] * 6])),
     "finished without an end": ("/generate", row(finished=True)),
     "an end that is not finished": ("/generate", row(tokens=[5] * 7 + [EOS])),
+    "kept tokens without the drawn one": ("/generate", row(kept=[[3, 5]] * 7 + [[3]])),
+    "kept tokens of fewer places": ("/generate", row(kept=[[5]] * 7)),
+    "a kept token that the model lacks": ("/generate", row(kept=[[5, 10**6]] * 8)),
+    "kept tokens that are no list": ("/generate", row(kept=[5] * 8)),
     "finished that is a number": ("/generate", row(finished=0)),
     "log-probabilities above 0": ("/generate", row(log_prob=[0.5] * 8)),
     "log-probabilities of NaN": ("/generate", row(log_prob=[float("nan")] * 8)),
