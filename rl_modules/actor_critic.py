@@ -15,7 +15,7 @@ from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
-from rl_modules.exploration import StateDependentGaussian, sde_sample_freq, use_sde
+from rl_modules.exploration import sde_sample_freq, use_sde
 from rl_modules.networks.actor_critic import ActorCritic
 
 
@@ -80,7 +80,7 @@ class ActorCriticModule(ControlModule):
         observation, mask = split_mask(observation)
         policy, value = self.network(observation)
         policy = as_distribution(policy)
-        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
+        if self.noise_matrices is not None and hasattr(policy, "matrices"):
             policy.matrices = self.noise_matrices
         return (policy if mask is None else policy.masked(mask)), value
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from rl_modules.common.arguments import make_loadable, settings_of
 from rl_modules.common.checkpoint_file import CheckedCheckpointIO, building, read_checkpoint, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import Parts, frame
 from rl_modules.core.resume import (
@@ -198,6 +197,8 @@ class Algorithm(Declared, L.LightningModule):
             UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
                 for its network, or weights of another network.
         """
+        from rl_modules.common.foreign_names import refuse_foreign_call  # only loading needs it
+
         taken = ("map_location", "hparams_file", "strict")
         refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
         if checkpoint_path is None:

@@ -42,8 +42,7 @@ from rl_modules.core.resume import (
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.exploration import NoiseMatrices, check_sde, exploring_act
-from rl_modules.fast.graphs import is_recording
+from rl_modules.fast import is_recording
 from rl_modules.metrics import (
     draw,
     log_evaluation,
@@ -107,7 +106,7 @@ class ControlModule(Algorithm):
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
     #: Matrices of state-dependent noise for the rollout that is being collected.
-    noise_matrices: NoiseMatrices | None = None
+    noise_matrices: Any = None
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
     #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
@@ -273,6 +272,8 @@ class ControlModule(Algorithm):
             raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
                              f"{fitting}")  # fmt: skip
         if self.hparams.get("use_sde"):
+            from rl_modules.state_dependent_noise import check_sde
+
             check_sde(self)
 
     def build_network(self) -> None:
@@ -297,7 +298,11 @@ class ControlModule(Algorithm):
 
     def rollout_act(self) -> Callable[..., Any]:
         """Returns the function that collects one rollout: ``act``, with ``use_sde`` with that rollout's noise."""
-        return exploring_act(self) if self.hparams.get("use_sde") else self.act
+        if not self.hparams.get("use_sde"):
+            return self.act
+        from rl_modules.state_dependent_noise import exploring_act
+
+        return exploring_act(self)
 
     def prepare(self, rollout: Any) -> Minibatch:
         """Computes the inputs of the loss from new experience; called once per rollout, or per sample of the buffer.

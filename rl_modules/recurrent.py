@@ -15,7 +15,6 @@ from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import Minibatch, Rollout, RolloutSource
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution
-from rl_modules.exploration import StateDependentGaussian
 from rl_modules.networks.recurrent import RecurrentActorCritic
 from rl_modules.ppo import PPO
 
@@ -216,7 +215,7 @@ class RecurrentMixin(ActorCriticModule):
     def _evaluate(self, observation: Any, state: Tensor, starts: Tensor | None) -> tuple[Distribution, Tensor, Tensor]:
         observation, mask = split_mask(observation)
         policy, value, after = self.network(observation, state, starts)
-        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
+        if self.noise_matrices is not None and hasattr(policy, "matrices"):
             policy.matrices = self.noise_matrices
         return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after
 

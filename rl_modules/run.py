@@ -15,7 +15,6 @@ from rl_modules.core.hooks import OfRun
 from rl_modules.core.resume import draw_over, finish_batch, resume_training
 from rl_modules.core.seams import check_schedulers
 from rl_modules.core.settings import warn_of_idle
-from rl_modules.loggers import log_settings
 from rl_modules.metrics import means_so_far, require_finite_weights
 from rl_modules.networks.encoders import extractor_of
 
@@ -24,7 +23,10 @@ class ControlLoop(OfRun):
     """What every control algorithm does at the hooks of a fit, before a subclass's own hooks."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        log_settings(trainer)
+        if trainer.loggers:
+            from rl_modules.loggers import log_settings
+
+            log_settings(trainer)
         warn_of_missing(module, module.run.missing_factories)
         module.run.missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.

@@ -19,7 +19,6 @@ from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, as_distribution
-from rl_modules.exploration import StateDependentGaussian
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.actor_critic import ValueNetwork
 from rl_modules.optimizers import clip_grad_norm
@@ -248,7 +247,7 @@ class TRPO(ActorCriticModule):
         """π(·|s) for a batch of observations."""
         observation, mask = split_mask(observation)
         policy = as_distribution(self.network(observation)[0])
-        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
+        if self.noise_matrices is not None and hasattr(policy, "matrices"):
             policy.matrices = self.noise_matrices
         return policy if mask is None else policy.masked(mask)
 

@@ -14,8 +14,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from datamodules.envs.episodes import SeededEpisodes
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.extras import install
-from rl_modules.common.loading import import_user_module, member_of
 from rl_modules.common.masks import MASK, mask_size, split_space
 
 #: Extras of this project, by the package that an environment imports.
@@ -199,6 +197,8 @@ def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
     module, _, attribute = env_id.partition(":")
     if not attribute:
         return None
+    from rl_modules.common.loading import import_user_module, member_of
+
     package = import_user_module(module, f"env_id={env_id!r}")
     found = None if attribute in gym.registry else member_of(package, attribute, f"env_id={env_id!r}")
     if found is not None and not callable(found):
@@ -208,6 +208,8 @@ def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
+    from rl_modules.common.loading import import_user_module
+
     path: Any = wrapper
     arguments: dict[str, Any] = {}
     if isinstance(wrapper, dict):
@@ -235,6 +237,8 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
 
 
 def _missing_extra(who: str, message: str) -> str:
+    from rl_modules.common.extras import install
+
     folded = message.lower()
     for mark, extra in EXTRAS.items():
         if mark in folded:

@@ -9,7 +9,6 @@ from torch import nn
 
 from rl_modules.common.arguments import name_of
 from rl_modules.common.errors import UsageError, what_happened
-from rl_modules.common.loading import import_user_module, member_of
 
 #: Arguments of a module, and the attributes that hold them.
 _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
@@ -81,16 +80,6 @@ def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
     return {"class_path": path, "init_args": arguments}
 
 
-def networks_to_plain(hparams: Any) -> None:
-    """Converts ``network`` and ``features_extractor`` of a module's ``hparams`` by :func:`to_plain`, in place."""
-    given = [name for name in ("network", "features_extractor") if hparams.get(name) is not None]
-    for name in given:
-        hparams[name] = to_plain(name, hparams[name])
-    if len(given) == 2:
-        raise UsageError("network and features_extractor are both given; network is the whole network, with its own "
-                         "features")  # fmt: skip
-
-
 def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
     """Imports and calls what an argument names."""
     described: Any = given if isinstance(given, dict) else {"class_path": given}
@@ -120,6 +109,8 @@ def require_class(name: str, saved: Any) -> None:
 
 
 def _imported(name: str, path: str) -> Callable[..., Any]:
+    from rl_modules.common.loading import import_user_module, member_of
+
     module, _, attribute = path.replace(":", ".").rpartition(".")
     if not module:
         raise UsageError(f"{name}={path!r} must be an import path such as my_package.MyNetwork")

@@ -25,7 +25,6 @@ from torch import nn
 
 from rl_modules.common.arguments import is_storable, name_of, plain
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.common.schedules import Schedule, parse_schedule
 
 #: What should be where another container is given.
@@ -292,11 +291,15 @@ def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
 
 def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:
     """Refuses arguments that a class sets itself, and those that it does not take."""
-    for name in given.keys() - inspect.signature(cls.__init__).parameters:
+    unknown = given.keys() - inspect.signature(cls.__init__).parameters
+    for name in unknown:
         if name in cls.fixed_settings:
             raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; "
                              f"{cls.fixed_settings[name]}")  # fmt: skip
-    refuse_foreign_call(cls, args, given)
+    if unknown - cls.declared_settings.keys() or (args and isinstance(args[0], str) and args[0].endswith("Policy")):
+        from rl_modules.common.foreign_names import refuse_foreign_call
+
+        refuse_foreign_call(cls, args, given)
 
 
 def takes_own_arguments(cls: type) -> bool:

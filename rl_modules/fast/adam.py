@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as base
 
-from rl_modules.fast.graphs import is_recording
+from rl_modules.fast import is_recording
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:

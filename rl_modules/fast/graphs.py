@@ -7,8 +7,7 @@ nothing may be read back to the host. :class:`Recordable` checks the last at a f
 
 import linecache
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_modules.common.errors import UsageError
+from rl_modules.fast import recording
 
 #: Operators whose result the host waits for: a number, or the shape of a tensor.
 READ_BACK = frozenset((
@@ -76,23 +76,6 @@ class CudaGraph:
 
 #: What records on a kind of device; functions on others are called.
 RECORDERS: dict[str, Any] = {"cuda": CudaGraph}
-_recording = False
-
-
-def is_recording() -> bool:
-    """Whether the running code is being recorded or checked for that."""
-    return _recording
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """The part of a program in which :func:`is_recording` is true."""
-    global _recording
-    before, _recording = _recording, True
-    try:
-        yield
-    finally:
-        _recording = before
 
 
 class Recordable(TorchDispatchMode):

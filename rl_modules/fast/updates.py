@@ -11,7 +11,8 @@ from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.core.curves import Means
 from rl_modules.core.resume import count_step
 from rl_modules.core.state import declared
-from rl_modules.fast.graphs import RECORDERS, Recordings, is_recording
+from rl_modules.fast import is_recording
+from rl_modules.fast.graphs import RECORDERS, Recordings
 from rl_modules.gradients import GradientHooks
 
 #: Numbers that algorithms compare tensors with, so that they may be tensors: a replay then reads their present value.

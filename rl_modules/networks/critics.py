@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
-from rl_modules.exploration import EPSILON, NoiseMatrices
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import pays, relu_mlp
 from rl_modules.networks.encoders import build_encoder, encoding_width
 from rl_modules.networks.layers import ParallelLinear, activation, full_precision, hidden_widths, mlp
 from rl_modules.networks.q_network import apply_tower
+from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0

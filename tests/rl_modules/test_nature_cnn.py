@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.fast import relu_mlp
-from rl_modules.networks.encoders import NatureCNN
+from rl_modules.networks.nature_cnn import NatureCNN
 
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 

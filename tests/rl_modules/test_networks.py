@@ -18,8 +18,9 @@ from rl_modules.fast.modules import FastTanh
 from rl_modules.fast.relu_mlp import pays
 from rl_modules.networks.actor_critic import ActorCritic, ValueNetwork
 from rl_modules.networks.critics import Critics
-from rl_modules.networks.encoders import NatureCNN, build_encoder
+from rl_modules.networks.encoders import build_encoder
 from rl_modules.networks.layers import ParallelMLP
+from rl_modules.networks.nature_cnn import NatureCNN
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork
 from rl_modules.pqn import NormalizedQNetwork
 from rl_modules.recurrent import RecurrentActorCritic
