@@ -290,7 +290,8 @@ def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
     for column in ("final", "best", "iqm"):
         shown[column] = [_with_interval(*values) for values in
                          frame[[column, f"{column}_low", f"{column}_high"]].itertuples(index=False)]  # fmt: skip
-    shown["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
+    if len(frame) > 1:
+        shown["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
     shown["steps"] = [f"{x:,}" for x in frame["steps"]]
     shown["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
     better = "lower" if frame.attrs["mode"] == "min" else "higher"

@@ -8,6 +8,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from recipes.cli.terminal import wait_for
+
 #: Metrics of the progress bar; it shows the first two that a run has.
 SHOWN = ("eval/pass@1", "train/reward", "eval/accuracy", "train/accuracy", "train/loss")
 
@@ -39,6 +41,7 @@ class TransitionProgressBar(ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        wait_for("")
         if not self._enabled or not trainer.is_global_zero or not sys.stderr.isatty():
             return
         from rich.console import Console

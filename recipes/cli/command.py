@@ -12,7 +12,7 @@ from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli import config_files, information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, HELP, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in, refuse_keys
-from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show
+from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show, wait_for
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
 
@@ -23,7 +23,10 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
     end_with_starter()
     defer_imports()
     try:
-        _dispatch(args, default_config)
+        try:
+            _dispatch(args, default_config)
+        finally:
+            wait_for("")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
@@ -84,6 +87,14 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         sweep_command(rest)
     elif command in ALONE_COMMANDS:
         _run_alone(command, parser_of(command).parse_args(rest))
+    elif command == "fit" and any(word.partition("=")[0] == "--seeds" for word in rest) and "--help" not in rest:
+        add_working_directory()
+        words = _in_order(rest, default_config)
+        _announce(command, words)
+        from recipes.cli.seeds import seeds_command
+
+        quiet()
+        seeds_command(words)
     elif command in COMMANDS:
         _run(command, _in_order(rest, default_config))
     elif command.startswith("-"):
@@ -165,6 +176,14 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
     return [*configs_named, *classes, *others]
 
 
+def _announce(command: str, args: list[str]) -> None:
+    """Prints what begins: the libraries take seconds to import."""
+    if is_first_rank():
+        what = " ".join(configs.short_name(arg) for arg in args[:4])
+        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
+        wait_for("importing PyTorch and Lightning")
+
+
 def _run(command: str, args: list[str]) -> None:
     add_working_directory()
     wants_help = next((i for i, word in enumerate(args) if word in ("-h", "--help")), None)
@@ -175,10 +194,8 @@ def _run(command: str, args: list[str]) -> None:
         topic = "" if topic.startswith("-") else topic
         show(short_help(command, chosen, topic) if (chosen := chosen_classes(args)) else HELP)
         return
-    if wants_help is None and not any(arg.startswith("--print_config") for arg in args) and is_first_rank():
-        # The libraries take seconds to import.
-        what = " ".join(configs.short_name(arg) for arg in args[:4])
-        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
+    if wants_help is None and not any(arg.startswith("--print_config") for arg in args):
+        _announce(command, args)
     from recipes.cli.lightning_cli import RLCLI
 
     quiet()  # after the import, which sets the loggers' levels itself

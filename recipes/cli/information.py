@@ -56,6 +56,7 @@ options of fit, validate, test, predict and record:
   --ckpt_path PATH|last|best|previous
                            a checkpoint file, or a checkpoint of the newest run
   --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
+  --seeds N [--jobs J]     fit: train on N seeds from that one, J at a time, and compare them as `rl compare` does
   --print_config           print the complete resolved config and stop
   --help [GROUP|WORD|all]  with --config or --model: print the arguments of these classes
                          of another command: rl COMMAND --help

@@ -20,18 +20,20 @@ from recipes import callbacks, language, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
+from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import record_episodes
 from recipes.callbacks.signals import Stopped, end_at_sigterm
 from recipes.cli import runs, trainer_settings
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.cli.terminal import place_in_users_code
+from recipes.cli.terminal import place_in_users_code, wait_for
 from recipes.run import Run, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.loading import load_object
 from rl_modules.core.seams import check_pairing
+from rl_modules.ranks import launches
 
 # A default of StochasticWeightAveraging's; the recorded config holds its name.
 register_type(torch.device)
@@ -67,6 +69,7 @@ class RLCLI(LightningCLI):
         self.chosen = chosen_classes(args)
         args = prepared(args, command, self.chosen.values(), Path(self._folder.name))
         language.hide_transformers_bars()
+        wait_for("reading the settings")
         self.started_s = time.monotonic()
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
@@ -172,6 +175,7 @@ class RLCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
+        wait_for("")
         if self.checkpoint is not None and self.trainer.is_global_zero:
             path = self.config[self.command]["ckpt_path"]
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
@@ -184,8 +188,13 @@ class RLCLI(LightningCLI):
         if self.resumed is None and folder is not None:
             self._hold(folder)
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
+        # The bar ends the spinner. A forked rank would have a copy that no thread draws.
+        bars: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        shows = any(isinstance(callback, TransitionProgressBar) for callback in bars) and not launches(self.trainer)
+        wait_for("preparing the first step" if shows else "")
 
     def instantiate_classes(self) -> None:
+        wait_for("making the environments or records, and the model")
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
@@ -279,6 +288,7 @@ class RLCLI(LightningCLI):
         return {**arguments, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
+        wait_for("evaluating")
         try:
             self._run(subcommand)
         except Exception as error:
@@ -363,6 +373,7 @@ class RLCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
+        wait_for("")
         seconds = time.monotonic() - self.started_s
         if summary.finish(self.trainer, self.model, self.datamodule, seconds):
             raise SystemExit(130)

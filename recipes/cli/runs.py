@@ -127,7 +127,7 @@ def find_checkpoint(
 def is_found_again(config: Any) -> bool:
     """Returns whether ``--resume`` finds the run: the folder of a user's own logger is not known in advance."""
     try:
-        _parent_folder(config)
+        parent_folder(config)
     except UsageError:
         return False
     return True
@@ -154,7 +154,7 @@ def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
     is_tensorboard = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
     if is_tensorboard and SLURMEnvironment.detect() and logger.init_args.get("version") is None:
         command = f"{zlib.crc32(' '.join(word for word in arguments if word != '--resume').encode()):08x}"
-        parent = _parent_folder(config)
+        parent = parent_folder(config)
         folder = parent / f"job_{os.environ['SLURM_JOB_ID']}_{command}"
         if config.get("resume") and not folder.is_dir():
             same = sorted(parent.glob(f"job_*_{command}"), key=changed_at)
@@ -170,7 +170,7 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | N
     found = None if folder is None else find(folder, name)
     if found is None and not config.get("resume"):
         raise UsageError(f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
-                         f"{folder or _parent_folder(config)}; give a path")  # fmt: skip
+                         f"{folder or parent_folder(config)}; give a path")  # fmt: skip
     if command != "fit" or folder is None:
         return found, None
     logger = _logger(config)
@@ -181,7 +181,7 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | N
 
 def _run_folder(config: Any) -> Path | None:
     """Returns the folder of the newest run, or of the given ``version``; None where there is no run."""
-    parent = _parent_folder(config)
+    parent = parent_folder(config)
     logger = _logger(config)
     if not hasattr(logger, "init_args"):
         root = _root_folder(config)  # there were the checkpoints of earlier versions, and are those that SLURM requeues
@@ -196,7 +196,8 @@ def _run_folder(config: Any) -> Path | None:
     return parent / (version if isinstance(version, str) else f"version_{version}")
 
 
-def _parent_folder(config: Any) -> Path:
+def parent_folder(config: Any) -> Path:
+    """Returns the folder of all runs of the model on the data."""
     logger = _logger(config)
     if logger in (False, None):
         return _root_folder(config) / LOGS / configured_name(config)

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 #: Warnings that do not concern the person at the terminal, as regular expressions.
 _HIDDEN = (
@@ -39,6 +40,27 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     for message in _HIDDEN:
         warnings.filterwarnings("ignore", message)
+
+
+_spinner: Any = None
+
+
+def wait_for(what: str) -> None:
+    """Shows what is being done beside a spinner, where standard error is a terminal; "" ends it."""
+    global _spinner
+    if _spinner is not None and not what:
+        _spinner.stop()
+        _spinner = None
+    elif what and sys.stderr.isatty() and is_first_rank():
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        if _spinner is None:
+            # What is printed meanwhile comes above it. A file keeps what is printed to it.
+            _spinner = Live(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
+            _spinner.start()
+        _spinner.update(Spinner("dots", what))
 
 
 def show(text: str) -> None:
