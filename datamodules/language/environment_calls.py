@@ -56,32 +56,52 @@ def schemas(tools: Iterable[Any]) -> list[Any]:
 
 
 class Worker:
-    """A process with environments of its own; one that hangs is ended, and another one begins."""
+    """A process with environments of its own. One that hangs is ended, and in another one its other environments are
+    brought back to where they were by the same calls, unless they are not ``replayable``.
+    """
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make, self._lock = make, threading.Lock()
+        self._replays = getattr(getattr(make, "func", make), "replayable", True)
         self._process: Any = None
+        #: Of each environment the calls so far, and those that are in the process.
+        self._calls: dict[int, list[tuple[str, Any]]] = {}
         self._held: set[int] = set()
 
     def call(self, number: int, method: str, argument: Any, limit_s: float | None) -> Any:
         with self._lock:
             if self._process is None or not self._process.is_alive():
-                context = multiprocessing.get_context("spawn")
-                self._pipe, theirs = context.Pipe()
-                self._process = context.Process(target=_work, args=(theirs, self._make), daemon=True)
-                self._process.start()
-                self._held.clear()
-            if method == "step" and number not in self._held:
-                raise RuntimeError("its worker process was ended by another dialogue's environment")
-            (self._held.discard if method == "close" else self._held.add)(number)
-            try:
-                self._pipe.send((number, method, argument))
-                if not self._pipe.poll(limit_s):
-                    raise TooLong
-                value, error = self._pipe.recv()
-            except (TooLong, EOFError, OSError) as ended:
-                self.stop()
-                raise TooLong if isinstance(ended, TooLong) else RuntimeError("its worker process has ended") from ended
+                self._begin()
+            earlier = self._calls.setdefault(number, [])
+            if number not in self._held and method == "step":
+                if not self._replays:
+                    raise RuntimeError("another dialogue's environment ended its worker process")
+                for call in earlier:
+                    self._ask(number, *call, limit_s)
+            self._held.add(number)
+            earlier.append((method, argument))
+            if method == "close":
+                del self._calls[number]
+                self._held.discard(number)
+            return self._ask(number, method, argument, limit_s)
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, self._make), daemon=True)
+        self._process.start()
+        self._held.clear()
+        self._pipe.recv()  # its imports are not part of a call
+
+    def _ask(self, number: int, method: str, argument: Any, limit_s: float | None) -> Any:
+        try:
+            self._pipe.send((number, method, argument))
+            if not self._pipe.poll(limit_s):
+                raise TooLong
+            value, error = self._pipe.recv()
+        except (TooLong, EOFError, OSError) as ended:
+            self.stop()
+            raise TooLong if isinstance(ended, TooLong) else RuntimeError("its worker process has ended") from ended
         if error is not None:
             raise RuntimeError(error)
         return value
@@ -95,6 +115,7 @@ class Worker:
 
 def _work(pipe: Any, make: Callable[[], Environment]) -> None:
     objects = Objects(make)
+    pipe.send("ready")
     while True:
         try:
             number, method, argument = pipe.recv()
@@ -129,7 +150,8 @@ class EnvironmentCalls:
 
     def start(self, number: int, method: str, argument: Any = None) -> "Answer":
         """Begins a call in a thread."""
-        answer, holder = Answer(self.limit_s), self._holders[number % len(self._holders)]
+        holder = self._holders[number % len(self._holders)]
+        answer = Answer(None if isinstance(holder, Worker) else self.limit_s)  # a worker's calls wait for each other
 
         def job() -> None:
             answer.began_s = time.monotonic()
@@ -173,7 +195,7 @@ class Answer:
     @property
     def is_late(self) -> bool:
         """Whether the call takes longer than the limit."""
-        # A worker ends a process at its limit, and an event loop a coroutine; a thread that hangs is left alone.
+        # An event loop ends a coroutine at its limit; a thread that hangs is left alone.
         return (self.limit_s is not None and self.began_s is not None and not self.future.done()
                 and time.monotonic() > self.began_s + self.limit_s + 0.1)  # fmt: skip
 

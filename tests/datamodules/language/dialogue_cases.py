@@ -65,6 +65,31 @@ class Fragile(Count):
         return super().step(message)
 
 
+class Short(Count):
+    """Ends after one to three turns."""
+
+    def reset(self, record):
+        self.turns = 1 + record["seed"] % 3
+        return super().reset(record)
+
+
+class Broken(Count):
+    def reset(self, record):
+        raise RuntimeError("never")
+
+
+class Moody(Count):
+    """Opens the dialogues of a prompt differently."""
+
+    def reset(self, record):
+        return [{"role": "user", "content": str(record["seed"])}]
+
+
+class Talks(Count):
+    def reset(self, record):
+        return [{"role": "user", "content": "so much " * 40}]
+
+
 def folder_of_tokenizer(folder: Any, template: str = TEMPLATE) -> str:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
@@ -72,7 +97,7 @@ def folder_of_tokenizer(folder: Any, template: str = TEMPLATE) -> str:
     return str(folder)
 
 
-def module_of(kind: type, folder: str, **arguments: Any) -> Any:
+def module_of(kind: type, folder: str | None, **arguments: Any) -> Any:
     usual: dict[str, Any] = {"model_config": TINY, "tokenizer_name_or_path": folder, "max_completion_length": 60,
                              "completions_steps": 0, "learning_rate": 1e-3}  # fmt: skip
     return kind(**{**usual, **arguments})
