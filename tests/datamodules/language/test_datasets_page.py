@@ -29,7 +29,7 @@ REFUSED = {
     "a conversation without an answer": ("language modeling, conversational", [
         "'messages' has roles user,", "'messages' has roles assistant, user,", "'messages' has roles system, user,"]),
     "no pair": ("preference, conversational", [
-        "'chosen' is a str and 'rejected' a list", "'chosen' has 2 messages after the 0 that both",
+        "'chosen' is a str and 'rejected' a list", "'chosen' and 'rejected' share no message",
         "'rejected' .*user"]),
     "no judgement": ("unpaired preference, conversational", [
         "'label' is 'good', where true or false should be", "'completion' and 'label', or 'chosen'",

@@ -215,7 +215,7 @@ def test_refuses_arguments_by_name(arguments, message):
     ({"prompt": "a", "completion": "b"}, "line 1: 'completion' and 'label', or .* the columns 'prompt', 'completion'"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "line 1: 'label' is 'good', where true or false"),
     ({"prompt": "a", "completion": [{"role": "user", "content": "b"}] * 2, "label": 1}, "of user, user, where"),
-    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "of user, where exactly one"),
+    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "of user, where the last one"),
 ])  # fmt: skip
 def test_refuses_records_by_place(row, message):
     with pytest.raises(UsageError, match=message):
