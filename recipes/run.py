@@ -49,6 +49,8 @@ def folder_name(algorithm: str, task: str) -> str:
 
 def task_name(settings: Any) -> str | None:
     """Returns the name of the task, file or dataset, for the run's folder; None where there is none of them."""
+    if isinstance(settings.get("task"), list):
+        return "mixture"
     for key in ("task", "path", "dataset"):
         if settings.get(key):
             return Path(settings[key]).stem if key == "path" else str(settings[key])

@@ -30,6 +30,8 @@ def named_functions(value: Any) -> Any:
     """Replaces reward functions, which are code, by their import paths, which a checkpoint may hold."""
     if isinstance(value, list | tuple):
         return [named_functions(part) for part in value]
+    if isinstance(value, dict):
+        return {key: named_functions(part) for key, part in value.items()}
     if callable(value):
         target = getattr(value, "func", value)  # functools.partial
         return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
@@ -60,12 +62,15 @@ class LanguageArguments(Experience):
 
     task: Any = setting(
         None, "a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
-        "path of a Task; None: ``path`` or ``dataset``", kind=str | None, positional=True, attribute="")  # fmt: skip
+        "path of a Task; or a list of sources with weights, ``[{name: addition, weight: 2}, {path: more.jsonl}]``. "
+        "None: ``path`` or ``dataset``", kind=str | list[dict[str, Any]] | None, positional=True,
+        stores=named_functions)  # fmt: skip
     task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
     path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records")
-    eval_path: str | None = setting(
-        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come "
-        "from")  # fmt: skip
+    eval_path: Any = setting(
+        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from; or "
+        "several by name, ``{easy: easy.jsonl, hard: hard.jsonl}``, each with metrics of its own",
+        kind=str | dict[str, str] | None)  # fmt: skip
     dataset: Any = setting(
         None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
         "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
@@ -153,6 +158,8 @@ def require_held_out(data: Any, fits: bool) -> None:
     """Refuses to evaluate a run on its training rows, unless the arguments request it; prints a message if
     ``eval_path`` is the file of ``path``.
     """
+    if isinstance(data.eval_path, dict):
+        return
     if data.eval_path is not None:
         if fits and data.path is not None and Path(data.eval_path).resolve() == Path(data.path).resolve():
             notice(f"eval_path={data.eval_path} is the file of path: evaluations read what the run trains on, and "

@@ -10,6 +10,7 @@ from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.dialogues import dialogue_metrics, fields_of, opened, transcript, with_rewards
 from datamodules.language.encoding import TextEncoder, reads_alike
+from datamodules.language.mixture import MixedOrder, Mixture, by_source, held_out
 from datamodules.language.notices import note_completions, note_demonstrations, notice
 from datamodules.language.order import EndlessOrder, evaluate_every
 from datamodules.language.records import TEXTS, as_record, place_of, refuse
@@ -42,9 +43,14 @@ class LanguageDataModule(LanguageArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        task = self.hparams["task"]
-        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
+        given = self.task
+        self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
         funcs = [*load_reward_funcs(self.reward_funcs, self.task), *self.further_rewards()]
+        if isinstance(self.task, Mixture) and isinstance(self.eval_path, dict) and not self.reward_funcs and (
+            unknown := [name for name in self.eval_path if name not in self.task.sources]
+        ):  # fmt: skip
+            raise UsageError(f"eval_path: no reward function applies to the set {unknown[0]!r}; give it the name of a "
+                             f"source ({', '.join(self.task.sources)}), or give reward_funcs, for all")  # fmt: skip
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = trainer_state(None, 0.0)
         #: Those of a large file or dataset are encoded when they are asked for.
@@ -89,7 +95,7 @@ class LanguageDataModule(LanguageArguments):
             if batches := getattr(self.trainer, "overfit_batches", 0):
                 notice(f"overfit_batches={batches} repeats no batch: they are made anew in every "
                        f"pass; give n_train={self.batch_size}, a batch, to learn it by heart")  # fmt: skip
-            self._passes = EndlessOrder(self.seed)
+            self._passes = self.order_of_records()
             evaluate_every(self.learner_trainer, self.eval_steps, self.eval_on_start)
 
     def encoding(self) -> dict[str, Any]:
@@ -136,6 +142,15 @@ class LanguageDataModule(LanguageArguments):
         ``prompt_ids``; under ``as_read`` those of a large source are encoded when they are asked for.
         """
         training = split == "train"
+        # A task compares texts.
+        is_task = self.task is not None and not isinstance(self.task, Mixture)
+        checks: dict[str, Any] = {"reshape": self.reshape, "texts": TEXTS if is_task else self.texts}
+        if not training and isinstance(self.eval_path, dict):
+            checks |= {"columns": self.columns, "answer_after": self.answer_after, "required": self.eval_required}
+            return self._encode_and_report(held_out(self.eval_path, self.n_eval, seed=self.seed, **checks))
+        if isinstance(self.task, Mixture) and (training or self.eval_path is None):
+            required = self.required if training else self.eval_required
+            return self._encode_and_report(self.task.load(split, n, required=required, **checks))
         if not training and self.eval_path is not None:
             source: dict[str, Any] = {"path": self.eval_path}
         else:
@@ -148,9 +163,7 @@ class LanguageDataModule(LanguageArguments):
             **source,
             dataset_config=self.dataset_config, dataset_split=self.dataset_split if training else self.eval_split,
             columns=self.columns, answer_after=self.answer_after, split=split, n=n, seed=self.seed,
-            required=self.required if training else self.eval_required, reshape=self.reshape,
-            texts=self.texts if self.task is None else TEXTS,  # a task compares texts
-            as_read=as_read,
+            required=self.required if training else self.eval_required, as_read=as_read, **checks,
         )  # fmt: skip
         if not isinstance(records, Records) or len(records) <= LOADED:
             return self._encode_and_report(list(records))
@@ -171,6 +184,8 @@ class LanguageDataModule(LanguageArguments):
     @property
     def source(self) -> str:
         """Name of the records' source, for messages and names: the task, file or dataset."""
+        if isinstance(self.task, Mixture):
+            return " and ".join(self.task.sources)
         names = (self.hparams[name] for name in ("task", "path", "dataset"))
         return next(str(name) for name in names if name is not None)
 
@@ -242,6 +257,13 @@ class LanguageDataModule(LanguageArguments):
             return micro_batches()
 
         return LazyLoader(steps * n_micro, of_an_epoch)
+
+    def order_of_records(self) -> EndlessOrder:
+        """Returns the order of the training records, which a run begins with."""
+        if not isinstance(self.task, Mixture) or not self.train_records:
+            return EndlessOrder(self.seed)
+        weights = {name: float(source.weight) for name, source in self.task.sources.items()}
+        return MixedOrder(self.seed, list(self.train_records), weights, lambda: getattr(self, "_segments", []))
 
     def record_at(self, position: int) -> int:
         """Number of the training record at a position of the endless shuffled stream."""
@@ -377,9 +399,11 @@ class LanguageDataModule(LanguageArguments):
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.token_rewards(scores, lengths)
         answers = [
-            voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text)
-            for text in map(text_of, said)
+            self._answer_of(record, text_of(completion)) for record, completion in zip(repeated, said, strict=True)
         ]
+        correct = self._correct(repeated, scores)
+        sources = self.sources
+        self.rewards.note(by_source(repeated, sources, self.rewards.names, scores, correct) if sources else {})
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],
             "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
@@ -388,12 +412,30 @@ class LanguageDataModule(LanguageArguments):
             "reward_names": self.rewards.names,
             "extra": self.rewards.extra(len(texts)),
             "token_rewards": None if spread is None else spread.to(rewards.device, non_blocking=True),
-            "correct": (rewards[:, 0] >= self.correct_threshold).view(-1, k) if len(self.rewards) else None,
+            "correct": None if correct is None else correct.view(-1, k).to(rewards.device, non_blocking=True),
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
             "length": written.length,
             "finished": written.finished,
             **fields_of(written),
         }
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources of records, and of the evaluation sets, that have metrics of their own."""
+        mixed = self.task.sources if isinstance(self.task, Mixture) else ()
+        return list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
+
+    def _answer_of(self, record: Record, text: str) -> str | None:
+        if isinstance(self.task, Mixture):
+            return self.task.answer_of(record, text)
+        return voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text)
+
+    def _correct(self, records: list[Record], scores: torch.Tensor) -> torch.Tensor | None:
+        """Whether each completion is right, [B], by the first reward function or that of the record's source."""
+        if not len(self.rewards):
+            return None
+        first = self.task.first_reward(records, scores) if isinstance(self.task, Mixture) else scores[:, 0]
+        return first >= self.correct_threshold
 
     def _ready_rewards(self) -> None:
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)

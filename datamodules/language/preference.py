@@ -69,6 +69,9 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     task = changed(
         says="a task that makes preferences (``paths``), or the import path of one; None: ``path`` or "
         "``dataset``")  # fmt: skip
+    eval_path = changed(
+        kind=str | None, says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records "
+        "come from")  # fmt: skip
     n_eval = 1024
     # No completions are written.
     answer_after, reward_funcs, reward_time_limit_s = fixed(None), fixed(None), fixed(None)

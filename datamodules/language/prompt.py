@@ -17,6 +17,7 @@ from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.dialogues import Dialogues, Limits, dialogue_metrics, environment, opened
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.environments import load_environment
+from datamodules.language.mixture import SOURCE, MixedOrder, Mixture, checked_weights, load_curriculum
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
@@ -60,6 +61,10 @@ class PromptDataModule(LanguageDataModule):
     dynamic_sampling: int = setting(
         0, "maximum number of rounds in which new prompts replace groups with equal rewards (DAPO, arXiv:2503.14476); "
         "afterwards such groups fill the remaining places. 0: no replacement", least=0)  # fmt: skip
+    curriculum: Any = setting(
+        None, "function from the running pass rates p of the sources of ``task`` and their weights, each by name, "
+        "to the weights of the next generation: ``learnable``, in proportion to p (1 - p), or an import path",
+        kind=str | None, stores=named_functions)  # fmt: skip
     async_generations: int = setting(
         0, "k, number of generations that are generated ahead of training, with weights at most k generations old. "
         "With ``model.sampler: vllm_server`` they are generated and scored during training; the samplers of this "
@@ -106,6 +111,10 @@ class PromptDataModule(LanguageDataModule):
     #: Their rewards that are being computed in this process.
     _early: dict[int, EarlyRewards] = transient({})
     _reward_state: RewardFunctions = persistent(lambda self: self.rewards)
+    #: Of a curriculum: the sources' weights from a place of the stream on, and their running pass rates.
+    _segments: list[Any] = persistent([])
+    _pass_rates: dict[str, float] = persistent({})
+    _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
     _dialogues: Dialogues | None = None
@@ -113,6 +122,10 @@ class PromptDataModule(LanguageDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_generation_size()
+        self.reweigh = None if self.curriculum is None else load_curriculum(self.curriculum)
+        if self.reweigh is not None and not (isinstance(self.task, Mixture) and len(self.rewards)):
+            raise UsageError(f"curriculum={self.hparams['curriculum']!r} weighs sources by their pass rates; "
+                             "give task a list of sources, with reward functions")  # fmt: skip
         if self.dynamic_sampling and self.num_generations == 1:
             raise UsageError(f"dynamic_sampling={self.dynamic_sampling} replaces groups whose rewards are all equal, "
                              "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
@@ -263,6 +276,8 @@ class PromptDataModule(LanguageDataModule):
             prepared = module.prepare(rollout)
         module.train(training)
         self.generation += 1
+        if self.reweigh is not None:
+            self._follow_curriculum()
         # Whether the stored log-probabilities are those of the present weights: their own, or computed anew by them.
         step, version = self.learner_trainer.global_step, rollout["version"]
         anew = getattr(module, "rescores", True)
@@ -295,6 +310,27 @@ class PromptDataModule(LanguageDataModule):
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes(rollout)}
+
+    def _follow_curriculum(self) -> None:
+        """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
+        assert self.reweigh is not None and isinstance(self._passes, MixedOrder) and isinstance(self.task, Mixture)
+        names = list(self.task.sources)
+        counts = torch.tensor([self._solved.pop(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
+        if self._world_size > 1:
+            counts = self.learner_trainer.strategy.reduce(
+                counts.to(self.learner_trainer.strategy.root_device), reduce_op="sum"
+            )
+        for name, (right, n) in zip(names, counts.tolist(), strict=True):
+            if n:  # an exponential average over about ten generations
+                self._pass_rates[name] = right / n if name not in self._pass_rates else (
+                    0.9 * self._pass_rates[name] + 0.1 * right / n)  # fmt: skip
+        rates = {name: self._pass_rates.get(name, 0.5) for name in names}
+        weights = {name: float(source.weight) for name, source in self.task.sources.items()}
+        found = checked_weights(self.reweigh(rates, weights), names, self.hparams["curriculum"])
+        # Rounds that are written ahead may be asked for once more.
+        self._segments = [*self._segments, self._passes.reweighed(self.drawn, found)][-8 - self.async_generations :]
+        total = sum(found.values())
+        self.policy.record(**{f"{name}/share": weight / total for name, weight in found.items()})
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
         """Refuses a generation 0 of several prompts without any reward. No function may apply to a later generation or
@@ -359,6 +395,10 @@ class PromptDataModule(LanguageDataModule):
             "num_generations": n_each,
             "generation": self.generation,
         }
+        if self.reweigh is not None:
+            for record, right in zip(records, rollout["correct"].float().tolist(), strict=True):
+                solved = self._solved.setdefault(record[SOURCE], [0.0, 0.0])
+                solved[0], solved[1] = solved[0] + sum(right), solved[1] + len(right)
         rollout["reward"] = require_rewards(module.rewards(rollout), len(written.finished), module)
         if self.dynamic_sampling and rollout["reward"].ndim > 1:
             raise UsageError(f"dynamic_sampling={self.dynamic_sampling} compares one reward per completion, and a "

@@ -184,6 +184,13 @@ class RewardFunctions(Stateful):
         taken, self._failures = self._failures, dict.fromkeys(self.names, 0)
         return taken
 
+    def note(self, metrics: dict[str, tuple[float, int]]) -> None:
+        """Adds the caller's own means of metrics and their weights to what the functions logged."""
+        for name, (mean, weight) in metrics.items():
+            log = RewardLog(0, weight)
+            log.log_metric(name, mean)
+            self._logged.append(log)
+
     def take_logged(self) -> dict[str, tuple[float, int]]:
         """The mean of each metric that the functions logged since the last call of this method, and its weight."""
         taken, self._logged = self._logged, []

@@ -20,11 +20,12 @@ TASKS = {
 REASONING_GYM = "reasoning_gym:"
 
 
-def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
+def make_task(name: Any, seed: int = 0, **settings: Any) -> Task:
     """Returns a task from its name.
 
     Args:
-        name: a built-in task, ``reasoning_gym:<dataset>``, ``package.module:Class`` of your own, or a task.
+        name: a built-in task, ``reasoning_gym:<dataset>``, ``package.module:Class`` of your own, or a task; or a list
+            of sources, see :class:`~datamodules.language.mixture.Mixture`.
         seed: of the questions drawn.
         **settings: the task's own.
 
@@ -35,6 +36,12 @@ def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
         if settings:
             raise UsageError(f"a task that is made already takes no settings, but {', '.join(settings)} came")
         return name
+    if isinstance(name, list | tuple):
+        from datamodules.language.mixture import Mixture
+
+        if settings:
+            raise UsageError(f"task: the settings {', '.join(settings)} belong to a source, as its task_kwargs")
+        return Mixture(name, seed)
     if name.startswith(REASONING_GYM):
         from datamodules.language.tasks.reasoning import ReasoningGym
 

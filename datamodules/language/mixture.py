@@ -1,0 +1,287 @@
+"""Several sources of records in one run: tasks, files and datasets with weights, each with its own reward functions."""
+
+import inspect
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.language.order import EndlessOrder
+from datamodules.language.reward_arguments import LOGGING, parameters_of
+from datamodules.language.reward_calls import function_name
+from datamodules.language.rewards import RewardFunction, load_reward_func
+from datamodules.language.sources import load_records
+from datamodules.language.tasks import Task, make_task
+from datamodules.language.tasks.base import Record
+from datamodules.language.text import voted_answer
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.loading import load_object
+from rl_modules.common.seeding import stream_seed
+
+#: Column with the name of a record's source, which reward functions get, too.
+SOURCE = "data_source"
+#: Positions of the stream in which each source has its exact share.
+BLOCK = 1024
+_ARGUMENTS = {"dataset_config", "dataset_split", "eval_split", "columns", "answer_after"}
+_KEYS = {"name", "weight", "task", "task_kwargs", "path", "eval_path", "dataset", "n_train", "n_eval", "reward_funcs",
+         *_ARGUMENTS}  # fmt: skip
+
+
+class Source:
+    """One entry of ``task: [{name: addition, weight: 2}, {path: more.jsonl, reward_funcs: exact_answer}]``."""
+
+    def __init__(self, entry: Any, seed: int) -> None:
+        what = f"task: the source {entry!r}"
+        if not isinstance(entry, Mapping):
+            raise UsageError(f"{what} should be a dictionary such as {{name: addition, weight: 2}}")
+        for key in entry:
+            if key not in _KEYS:
+                raise UsageError(f"{what} has no setting {key!r}{did_you_mean(key, _KEYS)}; it has "
+                                 f"{', '.join(sorted(_KEYS))}")  # fmt: skip
+        self.entry = dict(entry)
+        given = [key for key in ("task", "path", "dataset") if entry.get(key) is not None]
+        if not given and isinstance(entry.get("name"), str):
+            self.entry["task"], given = entry["name"], ["task"]
+        if len(given) != 1:
+            raise UsageError(f"{what} should have exactly one of task, path and dataset")
+        self.name = str(entry.get("name") or Path(str(self.entry[given[0]])).stem)
+        self.weight = entry.get("weight", 1)
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
+            raise UsageError(f"{what}: weight={self.weight!r} must be a number above 0")
+        is_task = given == ["task"]
+        made = make_task(self.entry["task"], **{"seed": seed, **(entry.get("task_kwargs") or {})}) if is_task else None
+        self.task: Task | None = made
+        specs = entry.get("reward_funcs") or (made.reward_funcs if made is not None else [])
+        specs = specs if isinstance(specs, list) else [specs]
+        self.rewards = [of_source(load_reward_func(spec, made), self.name) for spec in specs]
+
+    def load(self, split: str, n: int | None, seed: int, **checks: Any) -> list[Record]:
+        """Returns the source's records of a split; none of ``test`` where a file has no ``eval_path``."""
+        entry, train = self.entry, split == "train"
+        place: dict[str, Any] = {"task": self.task, "path": entry.get("path"), "dataset": entry.get("dataset")}
+        if not train and entry.get("eval_path") is not None:
+            place = {"path": entry["eval_path"]}
+        elif not train and place["path"] is not None:
+            return []
+        options = {key: entry[key] for key in ("dataset_config", "columns", "answer_after") if key in entry}
+        part = entry.get("dataset_split", "train") if train else entry.get("eval_split", "test")
+        n = entry.get("n_train" if train else "n_eval", n)
+        records = load_records(**place, **options, dataset_split=part, split=split, n=n, seed=seed, **checks)
+        for record in records:
+            record[SOURCE] = self.name
+        return list(records)
+
+
+class Mixture(Task):
+    """Several sources as one task. A record's column ``data_source`` names its source."""
+
+    name = "mixture"
+
+    def __init__(self, entries: Sequence[Any], seed: int = 0) -> None:
+        super().__init__(seed)
+        self.sources = {source.name: source for source in (Source(entry, seed) for entry in entries)}
+        if len(self.sources) < len(entries) or not entries:
+            raise UsageError(f"task={entries!r} should be one source or more, of different names; give each a name")
+
+    def load(self, split: str, n: int | None, **checks: Any) -> list[Record]:
+        """Returns the records of all sources; ``n`` of them are divided by weight, those of ``test`` equally."""
+        weights = [source.weight if split == "train" else 1.0 for source in self.sources.values()]
+        parts = [None] * len(weights) if n is None else shares(weights, n)
+        found = [source.load(split, part, self.seed, **checks)
+                 for source, part in zip(self.sources.values(), parts, strict=True)]  # fmt: skip
+        if n != 0 and not any(found):
+            raise UsageError("task: no source has held-out records; give one an eval_path, or set eval_steps=0")
+        return [record for records in found for record in records]
+
+    def records(self, split: str, n: int | None) -> list[Record]:
+        return self.load(split, n)
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        return [func for source in self.sources.values() for func in source.rewards]
+
+    def first_reward(self, records: Sequence[Record], rewards: Tensor) -> Tensor:
+        """Returns the reward that decides whether each completion is right, [B]: that of its source's first function,
+        or else of the first that applies to all.
+
+        Args:
+            records: one per completion, B.
+            rewards: [B, F], NaN where a function does not apply.
+        """
+        ends = list(accumulate(len(source.rewards) for source in self.sources.values()))
+        first = {name: end - len(source.rewards) for (name, source), end in zip(self.sources.items(), ends, strict=True)
+                 if source.rewards}  # fmt: skip
+        columns = [min(first.get(record.get(SOURCE, ""), ends[-1]), rewards.shape[1] - 1) for record in records]
+        return rewards.gather(1, torch.tensor(columns).unsqueeze(1)).squeeze(1)
+
+    def answer_of(self, record: Record, text: str) -> str | None:
+        """Returns a completion's final answer for a majority vote."""
+        source = self.sources.get(record.get(SOURCE, ""))
+        if source is None or source.task is None:
+            return voted_answer(text, None if source is None else source.entry.get("answer_after"))
+        return source.task.extract(text)
+
+
+def held_out(paths: Mapping[str, str], n: int, **how: Any) -> list[Record]:
+    """Returns the records of several named evaluation sets, at most ``n`` of each."""
+    found = [(name, record) for name, path in paths.items() for record in load_records(path=path, n=n, **how)]
+    return [{**record, SOURCE: name} for name, record in found]
+
+
+def of_source(func: RewardFunction, source: str) -> RewardFunction:
+    """Returns a reward function that scores the completions of one source's prompts, and gives None to others."""
+
+    def call(**columns: Any) -> Any:
+        names = columns[SOURCE]
+        own = [i for i, name in enumerate(names) if name == source]
+
+        def everywhere(values: Any) -> Any:
+            if len(values) != len(own):
+                return values  # which the caller refuses
+            spread: list[Any] = [None] * len(names)
+            for i, value in zip(own, values, strict=True):
+                spread[i] = value
+            return spread
+
+        async def later(values: Any) -> Any:
+            return everywhere(await values)
+
+        if not own:
+            return [None] * len(names)
+        part = {key: [value[i] for i in own] if isinstance(value, list) else value for key, value in columns.items()}
+        if (log := columns.get(LOGGING[1])) is not None:
+            part[LOGGING[1]] = lambda column, values: log(column, everywhere(list(values)))
+        if not takes_source:
+            del part[SOURCE]
+        values = func(**part)
+        return later(values) if inspect.isawaitable(values) else everywhere(values)
+
+    accepted = [p for p in parameters_of(func).values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(func).values())
+    takes_source = takes_all or SOURCE in parameters_of(func)
+    given = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in accepted}
+    given.setdefault(SOURCE, inspect.Parameter(SOURCE, inspect.Parameter.KEYWORD_ONLY))
+    rest = [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)] if takes_all else []
+    call.__signature__ = inspect.Signature([*given.values(), *rest])  # type: ignore[attr-defined]
+    call.__doc__, call.__name__ = func.__doc__, f"{source}.{function_name(func)}"
+    return call
+
+
+def by_source(
+    records: Sequence[Record], sources: Sequence[str], names: Sequence[str], rewards: Tensor, correct: Tensor | None
+) -> dict[str, tuple[float, int]]:
+    """Returns metrics of each source's completions, and of how many of them: ``<source>/pass@1``, and the means of the
+    reward functions that apply to several sources.
+
+    Args:
+        records: one per completion, B.
+        sources: their names.
+        names: of the F reward functions.
+        rewards: [B, F] on the CPU; NaN where a function does not apply.
+        correct: whether each completion is right, [B]; None: nothing decides.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    for source in sources:
+        rows = [i for i, record in enumerate(records) if record.get(SOURCE) == source]
+        if rows and correct is not None:
+            found[f"{source}/pass@1"] = float(correct[rows].float().mean()), len(rows)
+        for name, column in zip(names, rewards[rows].unbind(1), strict=True) if rows else ():
+            counts = ~column.isnan()
+            if not name.startswith(f"{source}.") and bool(counts.any()):
+                found[f"{source}/rewards/{name}"] = float(column[counts].mean()), int(counts.sum())
+    return found
+
+
+# ---------------------------------------------------------------- order
+
+
+def shares(weights: Sequence[float], n: int) -> list[int]:
+    """Divides n by weight, by largest remainders."""
+    exact = [n * weight / math.fsum(weights) for weight in weights]
+    whole = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: n - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+class MixedOrder(EndlessOrder):
+    """An endless stream in which each source has its share of every 1,024 positions, in an order of its own.
+
+    Args:
+        seed: of all orders.
+        records: of the sources, in one list.
+        weights: of the sources by name.
+        segments: returns the weights of curricula: lists of the first position, the number of each source's records
+            before it, and the weights from there on.
+    """
+
+    def __init__(
+        self, seed: int, records: Sequence[Record], weights: dict[str, float], segments: Callable[[], list[Any]]
+    ) -> None:
+        super().__init__(seed)
+        self._numbers: dict[str, list[int]] = {name: [] for name in weights}
+        for number, record in enumerate(records):
+            self._numbers[record[SOURCE]].append(number)
+        if empty := [name for name, numbers in self._numbers.items() if not numbers]:
+            raise UsageError(f"task: the source {empty[0]!r} has no training records")
+        self._orders = {name: EndlessOrder(stream_seed(seed, 0, f"source {name}")) for name in weights}
+        self._first: list[Any] = [0, dict.fromkeys(weights, 0), weights]
+        self._segments = segments
+        self._blocks: dict[Any, list[str]] = {}
+
+    def at(self, position: int, n: int) -> int:
+        name, taken = self._taken(position)
+        numbers = self._numbers[name]
+        return numbers[self._orders[name].at(taken[name], len(numbers))]
+
+    def reweighed(self, position: int, weights: dict[str, float]) -> list[Any]:
+        """Returns the segment that begins at a position."""
+        return [position, self._taken(position)[1], weights]
+
+    def _taken(self, position: int) -> tuple[str, dict[str, int]]:
+        """The source at a position, and how many records of each source are before it."""
+        past = [segment for segment in self._segments() if segment[0] <= position]
+        start, before, weights = past[-1] if past else self._first
+        block, within = divmod(position - start, BLOCK)
+        counts = dict(zip(weights, shares(list(weights.values()), BLOCK), strict=True))
+        key = (start, block)
+        if key not in self._blocks:
+            names = [name for name, count in counts.items() for _ in range(count)]
+            random.Random(stream_seed(self._seed, 0, "mixture", start + block)).shuffle(names)
+            # Replaced, because a thread that writes ahead may read it.
+            self._blocks = {k: v for k, v in self._blocks.items() if k[1] >= block - 1 and k[0] <= start} | {key: names}
+        names = self._blocks[key]
+        head = names[:within]
+        return names[within], {name: before[name] + block * counts[name] + head.count(name) for name in weights}
+
+
+# ---------------------------------------------------------------- curricula
+
+
+def load_curriculum(given: Any) -> Callable[[dict[str, float], dict[str, float]], Any]:
+    """A curriculum from its name or import path."""
+    found = given if callable(given) else learnable if given == "learnable" else load_object(
+        given, "curriculum", ["learnable"])  # fmt: skip
+    if not callable(found):
+        raise UsageError(f"curriculum={given!r} is a {type(found).__name__}, where a function should be")
+    return found
+
+
+def learnable(pass_rates: dict[str, float], weights: dict[str, float]) -> dict[str, float]:
+    """Weights in proportion to p (1 - p), the variance of a right answer: no source that is always or never solved."""
+    return {name: weights[name] * (rate * (1 - rate) + 0.01) for name, rate in pass_rates.items()}
+
+
+def checked_weights(found: Any, names: Sequence[str], what: str) -> dict[str, float]:
+    """A curriculum's weights, checked."""
+    if not isinstance(found, Mapping) or {*found} != {*names} or not all(
+        isinstance(x, int | float) and 0 <= x < math.inf for x in found.values()
+    ) or not sum(found.values()):  # fmt: skip
+        raise UsageError(f"curriculum={what} returned {found!r}, where a weight of at least 0 for each of "
+                         f"{', '.join(names)} should be, not all of them 0")  # fmt: skip
+    return {name: float(found[name]) for name in names}
