@@ -37,7 +37,7 @@ class CrossQ(SAC):
     default_learning_rate = 1e-3
     default_net_arch: ClassVar[dict[str, list[int]]] = {"pi": [256, 256], "qf": [1024, 1024]}
 
-    policy_delay: int = setting(3, "updates of the critics per update of policy and α", least=1, unit="update")
+    policy_delay = 3
     batch_norm_momentum: float = setting(0.01, "how far a batch moves the running statistics", above=0, most=1)
     batch_norm_eps: float = setting(0.001, "added to variances", above=0)
     renorm_warmup_steps: int = setting(
@@ -45,6 +45,7 @@ class CrossQ(SAC):
         unit="update")  # fmt: skip
     tau = fixed(1.0)
     target_update_interval = fixed(1)
+    layer_norm, dropout_rate, target_subset = fixed(False), fixed(0.0), fixed(None)
 
     @property
     def renorm(self) -> tuple[float, float, int]:
@@ -65,7 +66,7 @@ class CrossQ(SAC):
         policy.trunk = renormalized(policy.trunk, *self.renorm)
         return policy
 
-    def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
+    def make_critics(self, width: int, net_arch: Sequence[int]) -> nn.Module:
         hp: Any = self.hparams
         return RenormalizedCritics(
             self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs, self.renorm

@@ -21,7 +21,7 @@ from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
-from rl_modules.networks.custom import custom_policy_and_critics
+from rl_modules.networks.custom import custom_critics, custom_policy_and_critics
 from rl_modules.optimizers import clip_grad_norm
 
 
@@ -58,6 +58,11 @@ class OffPolicyActorCritic(ControlModule):
     net_arch: list[int] | dict[str, list[int]] | None = setting(
         None, 'hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none '
         "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
+    layer_norm: bool = setting(
+        False, "layer normalisation before every activation of the critics", idle=beside_network)  # fmt: skip
+    dropout_rate: float = setting(
+        0.0, "share of the critics' hidden units that are zeroed in an update; targets use all of them", least=0,
+        below=1, idle=beside_network)  # fmt: skip
     activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
 
     #: Updates of this run so far.
@@ -109,18 +114,27 @@ class OffPolicyActorCritic(ControlModule):
             )
             self.target_network = self.make_target().requires_grad_(False)
             return
-        policy = self.make_policy(bounds.width, pi)
-        self.network = PolicyAndCritics(policy, self.make_critics(bounds.width, qf), bounds)
+        policy, critics = self.make_policy(bounds.width, pi), self.make_critics(bounds.width, qf)
+        if not isinstance(critics, Critics):
+            shape = self.n_critics, self.n_outputs
+            critics = custom_critics("make_critics", critics, self.observation_space, bounds.width, shape)
+        self.network = PolicyAndCritics(policy, critics, bounds)
         self.target_network = self.make_target().requires_grad_(False)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
         """Returns the policy network, from observations to what :meth:`choose` reads."""
         raise UsageError(f"{type(self).__name__} must define make_policy")
 
-    def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
-        """Returns the action-value networks."""
-        hp: Any = self.hparams
-        return Critics(self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs)
+    def make_critics(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
+        """Returns the action-value networks: a module from observations and actions in [-1, 1], [B, ``width``], to
+        values [``n_critics``, B, ``n_outputs``].
+
+        Args:
+            width: numbers in an action.
+            net_arch: hidden widths.
+        """
+        return Critics(self.observation_space, width, self.n_critics, net_arch, self.hparams["activation_fn"],
+                       self.n_outputs, self.layer_norm, self.dropout_rate)  # fmt: skip
 
     def make_target(self) -> torch.nn.Module:
         """Returns a copy of the part that computes the targets; it follows the network slowly."""
@@ -185,13 +199,13 @@ class OffPolicyActorCritic(ControlModule):
         kept: Any = {k: x for k, x in sample.items() if k != "n_steps"}
         kept["action"] = self.network.bounds.from_box(sample["action"])
         kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
-        kept["noise"] = self._noise(len(kept["reward"])).to(kept["reward"].device)
+        kept["noise"] = self._noise(len(kept["reward"]), *self.noise_shape()).to(kept["reward"].device)
         return kept
 
-    def _noise(self, n: int) -> Tensor:
+    def _noise(self, *shape: int) -> Tensor:
         # Every rank draws the noise of all and takes its own: one generator's state is enough to resume.
         world_size, rank = (1, 0) if self._is_alone else (self.trainer.world_size, self.global_rank)
-        return torch.randn((world_size, n, *self.noise_shape()), generator=self.generator)[rank]
+        return torch.randn((world_size, *shape), generator=self.generator)[rank]
 
     # ---------------------------------------------------------------- updates
 

@@ -14,7 +14,7 @@ from rl_modules.base import beside_network
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import settings_before
 from rl_modules.common.errors import UsageError
-from rl_modules.contract import Minibatch
+from rl_modules.contract import Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.exploration import sde_sample_freq, use_sde, without_sde
 from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy
@@ -83,6 +83,13 @@ class SAC(OffPolicyActorCritic):
         and f"with the fixed ent_coef={m.hparams['ent_coef']!r}; set that to auto")  # fmt: skip
     target_update_interval: int = setting(
         1, "updates between two updates of the target critics", least=1, unit="update")  # fmt: skip
+    policy_delay: int = setting(1, "updates of the critics per update of policy and α", least=1, unit="update")
+    target_subset: int | None = setting(
+        None,
+        "critics drawn at random in each update, whose smallest value is the target's, while the policy maximises "
+        "the mean of all critics, as in REDQ; None: all, and the policy maximises their smallest value",
+        least=1,
+    )
     log_std_init: float = setting(
         -3.0, "initial log standard deviation of the matrices' entries; only ``use_sde`` reads it", attribute="",
         idle=lambda m: beside_network(m)
@@ -93,6 +100,8 @@ class SAC(OffPolicyActorCritic):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(self.hparams["ent_coef"])
+        if self.target_subset is not None and self.target_subset > self.n_critics:
+            raise UsageError(f"target_subset={self.target_subset} must be at most n_critics={self.n_critics}")
 
     # ---------------------------------------------------------------- networks
 
@@ -166,12 +175,21 @@ class SAC(OffPolicyActorCritic):
         # For an action in s and one in s'.
         return (2, self.network.bounds.width)
 
+    def prepare(self, sample: Replayed) -> Minibatch:
+        prepared = super().prepare(sample)
+        if self.target_subset is not None:
+            drawn = self._noise(len(prepared["reward"]), self.n_critics)
+            prepared["critic_order"] = drawn.to(prepared["reward"].device)
+        return prepared
+
     # The first gradient would free a compiled graph of both losses, so their parts are compiled separately.
     @_disable_dynamo(recursive=False)
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         lists, network, ent_coef = self.lists, self.network, self.ent_coef
         here, after = batch["noise"].unbind(1)
-        action, log_prob = network.policy.sample(batch["observation"], here)
+        moves_policy = (self.n_updates + 1) % self.policy_delay == 0
+        if moves_policy:
+            action, log_prob = network.policy.sample(batch["observation"], here)
         with torch.no_grad():
             target = self.td_target(batch, after, ent_coef)
         q = network.critics(batch["observation"], batch["action"])
@@ -179,21 +197,25 @@ class SAC(OffPolicyActorCritic):
         critic_loss = self.critic_loss(predicted, target, batch.get("weight"))
         parameters, gradients = lists["critics"], self.gradients_of(critic_loss, lists["critics"])
         metrics: dict[str, Tensor | float] = {"critic_loss": critic_loss, "ent_coef": ent_coef}
-        if self.log_ent_coef is not None and self.log_ent_coef.requires_grad:
+        if moves_policy and self.log_ent_coef is not None and self.log_ent_coef.requires_grad:
             ent_coef_loss = self.ent_coef_loss(self.log_ent_coef, log_prob.detach())
             gradients += self.gradients_of(ent_coef_loss, [self.log_ent_coef])
             parameters = [*parameters, self.log_ent_coef]
             metrics["ent_coef_loss"] = ent_coef_loss
         self.step(parameters, gradients)
-        policy_loss = self.actor_loss(network.critics(batch["observation"], action, frozen=True), log_prob, ent_coef)
-        self.step(lists["policy"], self.gradients_of(policy_loss, lists["policy"]))
+        loss = critic_loss.detach()
+        if moves_policy:
+            q_policy = network.critics(batch["observation"], action, frozen=True)
+            metrics["actor_loss"] = policy_loss = self.actor_loss(q_policy, log_prob, ent_coef)
+            self.step(lists["policy"], self.gradients_of(policy_loss, lists["policy"]))
+            loss = loss + policy_loss.detach()
         self.finish_update()
         if self.n_updates % self.target_update_interval == 0:
             self.update_target()
         if "index" in batch:
             self.td_error = self.absolute_error(q.detach(), target)
-        self.record(actor_loss=policy_loss, **metrics)
-        return critic_loss.detach() + policy_loss.detach()
+        self.record(**metrics)
+        return loss
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -206,7 +228,10 @@ class SAC(OffPolicyActorCritic):
             ent_coef: α.
         """
         action, log_prob = self.network.policy.sample(batch["next_observation"], noise)
-        next_q = self.target_network(batch["next_observation"], action)[..., 0].amin(0)
+        next_q = self.target_network(batch["next_observation"], action)[..., 0]
+        if self.target_subset is not None:
+            next_q = next_q[batch["critic_order"][0].argsort()[: self.target_subset]]
+        next_q = next_q.amin(0)
         return F.soft_q_target(
             batch["reward"], batch["terminated"], next_q, log_prob, ent_coef, batch["discount"]
         )  # fmt: skip
@@ -229,7 +254,8 @@ class SAC(OffPolicyActorCritic):
             log_prob: their log-density in nats, [B].
             ent_coef: α.
         """
-        return (ent_coef * log_prob - q[..., 0].amin(0)).mean()
+        value = q[..., 0].amin(0) if self.target_subset is None else q[..., 0].mean(0)
+        return (ent_coef * log_prob - value).mean()
 
     def ent_coef_loss(self, log_ent_coef: Tensor, log_prob: Tensor) -> Tensor:
         """Returns the loss of log α, a scalar, from the policy's log-densities [B]."""

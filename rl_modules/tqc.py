@@ -6,7 +6,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import fixed, setting
 from rl_modules.sac import SAC
 
 
@@ -25,6 +25,8 @@ class TQC(SAC):
     n_quantiles: int = setting(25, "quantiles per critic", least=1, attribute="n_outputs")
     top_quantiles_to_drop_per_net: int = setting(
         2, "largest target quantiles that are left out, per critic; below ``n_quantiles``", least=0)  # fmt: skip
+
+    target_subset = fixed(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

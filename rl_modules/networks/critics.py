@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
 from rl_modules.fast.modules import is_hooked
-from rl_modules.fast.relu_mlp import pays, relu_mlp
+from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
 from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import ParallelLinear, activation, full_precision, hidden_widths, mlp
+from rl_modules.networks.layers import (
+    ParallelLayerNorm,
+    ParallelLinear,
+    activation,
+    full_precision,
+    hidden_widths,
+    mlp,
+)
 from rl_modules.networks.q_network import apply_tower
 from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
@@ -129,6 +136,8 @@ class Critics(nn.Module):
         net_arch: Sequence[int],
         activation_fn: str = "relu",
         n_outputs: int = 1,
+        layer_norm: bool = False,
+        dropout_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.n_critics = n_critics
@@ -136,6 +145,9 @@ class Critics(nn.Module):
         sizes = [encoding_width(self.encoder) + width, *net_arch, n_outputs]
         pairs = zip(sizes[:-1], sizes[1:], strict=True)
         self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
+        #: Before the activation of each hidden layer, as DroQ has it: dropout, then the normalisation.
+        self.dropout = nn.Dropout(dropout_rate) if dropout_rate else None
+        self.norms = nn.ModuleList(ParallelLayerNorm(n_critics, w) for w in net_arch) if layer_norm else None
         # In place, because no derivative reads the output of the layer before.
         self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
 
@@ -148,11 +160,14 @@ class Critics(nn.Module):
             weights, biases = [w[:1] for w in weights], [b[:1] for b in biases]
         if frozen:
             weights, biases = [w.detach() for w in weights], [b.detach() for b in biases]
-        if type(self.activation) is nn.ReLU and not is_hooked(self.activation) and pays(x, weights):
+        is_plain = self.norms is None and self.dropout is None
+        if is_plain and type(self.activation) is nn.ReLU and not is_hooked(self.activation) and pays(x, weights):
             return relu_mlp(x, weights, biases)
         x = x.expand(len(weights[0]), -1, -1)
-        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
-            x = self.activation(torch.baddbmm(bias, x, weight))
+        for i, (weight, bias) in enumerate(zip(weights[:-1], biases[:-1], strict=True)):
+            x = torch.baddbmm(bias, x, weight) if is_plain else parallel_linear(x, weight, bias)
+            x = x if self.dropout is None else self.dropout(x)
+            x = self.activation(x if self.norms is None else self.norms[i](x))
         # As in `last_layer`; entering the context takes longer than this check.
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():

@@ -239,11 +239,18 @@ def custom_policy_and_critics(
         kind = "mean and log standard deviation" if gaussian else "actions"
         raise UsageError(f"network: {name}.policy returned {shapes_of(out)} for 2 observations; it must return {kind} "
                          f"of shape {wanted}")  # fmt: skip
-    action = torch.zeros(wanted, dtype=torch.float32, device="cpu")
-    q = run_on_zeros("network", module.critics, observation_space, action)
-    if getattr(q, "shape", None) != (shape[0], 2, shape[1]):
-        raise UsageError(f"network: {name}.critics returned {shapes_of(q)} for 2 observations; it must return a tensor "
-                         f"of shape {(shape[0], 2, shape[1])}: n_critics, batch, outputs per value")  # fmt: skip
     policy = CustomGaussianPolicy(module.policy) if gaussian else CustomPolicy(module.policy)
-    critics: Any = CustomCritics(module.critics)
+    critics = custom_critics(f"network: {name}.critics", module.critics, observation_space, bounds.width, shape)
     return PolicyAndCritics(policy, critics, bounds)
+
+
+def custom_critics(
+    name: str, module: nn.Module, observation_space: spaces.Space, width: int, shape: tuple[int, int]
+) -> Any:
+    """A user's critics, which return [K, B, outputs], from ``shape``, K and outputs."""
+    action = torch.zeros((2, width), dtype=torch.float32, device="cpu")
+    q = run_on_zeros(name.partition(":")[0], module, observation_space, action)
+    if getattr(q, "shape", None) != (shape[0], 2, shape[1]):
+        raise UsageError(f"{name} returned {shapes_of(q)} for 2 observations; it must return a tensor "
+                         f"of shape {(shape[0], 2, shape[1])}: n_critics, batch, outputs per value")  # fmt: skip
+    return CustomCritics(module)

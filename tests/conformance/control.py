@@ -88,6 +88,8 @@ CASES = [
          data={**REPLAY, "prioritized_replay": True, "n_steps": 3}),
     Case("SAC", model={"network": "tests.networks.PolicyAndCritics"}, label="network", **SWING),
     Case("SAC", model={"net_arch": [32, 32], "use_sde": True, "sde_sample_freq": 3}, label="sde", **SWING),
+    Case("SAC", model={"net_arch": [32, 32], "layer_norm": True, "dropout_rate": 0.1, "n_critics": 3,
+                       "target_subset": 2, "policy_delay": 2}, label="droq", **SWING),
     Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),

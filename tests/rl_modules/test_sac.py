@@ -73,6 +73,104 @@ def test_critics_equal_separate_networks_of_linear_layers() -> None:
     torch.testing.assert_close(first, together[:1], rtol=1e-4, atol=1e-5)
 
 
+def test_normalised_critics_equal_separate_networks_with_layer_norm() -> None:
+    critics = Critics(OBSERVATION, 2, 3, [16, 8], layer_norm=True)
+    data = batch(40)
+    for norm in critics.norms:
+        norm.weight.data.uniform_(0.5, 2), norm.bias.data.uniform_(-1, 1)
+    together = critics(data["observation"], data["action"])
+    for k in range(3):
+        x = torch.cat([data["observation"], data["action"]], 1)
+        for layer, norm in zip(critics.layers, [*critics.norms, None], strict=True):
+            x = x @ layer.weight[k] + layer.bias[k]
+            if norm is not None:
+                x = nn.functional.layer_norm(x, x.shape[1:], norm.weight[k, 0], norm.bias[k, 0]).relu()
+        torch.testing.assert_close(together[k], x, rtol=1e-4, atol=1e-5)
+    first = critics(data["observation"], data["action"], only_first=True)
+    torch.testing.assert_close(first, together[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_zeroes_its_share_of_hidden_units_in_training_mode_only() -> None:
+    critics = Critics(OBSERVATION, 2, 2, [400], activation_fn="leaky_relu", dropout_rate=0.25)
+    zeros: list[Tensor] = []
+    critics.activation.register_forward_hook(lambda _, __, x: zeros.append((x == 0).float().mean()))
+    data = batch(40)
+    critics(data["observation"], data["action"])
+    critics.eval()(data["observation"], data["action"])
+    assert abs(zeros[0] - 0.25) < 0.02 and zeros[1] == 0
+
+
+def test_a_target_takes_the_smallest_of_the_drawn_critics() -> None:
+    model, data = made(n_critics=5, target_subset=2, ent_coef=0.1), batch()
+    order = torch.tensor([0.3, -2.0, 1.0, -0.5, 2.0])  # smallest: critics 1 and 3
+    after = data["noise"][:, 1]
+    target = model.td_target({**data, "critic_order": order.expand(6, 5)}, after, 0.1)
+    action, log_prob = model.network.policy.sample(data["next_observation"], after)
+    values = model.target_network(data["next_observation"], action)[..., 0]
+    soft = torch.minimum(values[1], values[3]) - 0.1 * log_prob
+    expected = data["reward"] + data["discount"] * torch.where(data["terminated"], 0.0, soft)
+    torch.testing.assert_close(target, expected)
+    q = torch.arange(10.0).view(5, 2, 1)  # means over critics: 4 and 5
+    assert model.actor_loss(q, torch.tensor([1.0, 2.0]), 0.1) == pytest.approx(0.15 - 4.5)
+
+
+def test_every_update_draws_its_own_critics() -> None:
+    model = made(n_critics=10, target_subset=2)
+    model.generator = torch.Generator().manual_seed(0)
+    rows = {**batch(3000), "n_steps": torch.ones(3000, dtype=torch.long), "reward": torch.zeros(3000, 1)}
+    order = model.prepare(rows)["critic_order"]
+    counts = order.argsort(1)[:, :2].flatten().bincount(minlength=10) / 3000
+    assert order.shape == (3000, 10) and (counts - 0.2).abs().max() < 0.03  # four standard deviations
+
+
+def test_policy_and_temperature_move_in_every_policy_delay_th_update() -> None:
+    moved = []
+
+    class Watched(SAC):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            parts = (self.network.policy, self.network.critics)
+            before = [nn.utils.parameters_to_vector(p.parameters()).clone() for p in parts], self.current_ent_coef()
+            loss = super().training_step(batch, batch_idx)
+            after = [nn.utils.parameters_to_vector(p.parameters()) for p in parts], self.current_ent_coef()
+            moved.append(
+                (*(bool((a != b).any()) for a, b in zip(before[0], after[0], strict=True)), bool(before[1] != after[1]))
+            )
+            return loss
+
+    data = ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=28, batch_size=8, eval_freq=0)
+    fit(Watched(net_arch=[8], policy_delay=3), data)
+    assert len(moved) >= 9 and moved[:9] == [(False, True, False), (False, True, False), (True, True, True)] * 3
+
+
+def test_more_drawn_critics_than_there_are_is_refused() -> None:
+    with pytest.raises(UsageError, match="target_subset=3 must be at most n_critics=2"):
+        SAC(target_subset=3)
+
+
+def test_own_critics_are_any_module_of_observations_and_actions() -> None:
+    class Plain(nn.Module):
+        def __init__(self, width: int, outputs: tuple[int, ...]) -> None:
+            super().__init__()
+            self.layer, self.outputs = nn.Linear(3 + width, math.prod(outputs)), outputs
+
+        def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+            return self.layer(torch.cat([observation, action], 1)).unflatten(1, self.outputs).movedim(0, 1)
+
+    class Own(SAC):
+        outputs = (2, 1)
+
+        def make_critics(self, width: int, net_arch: Any) -> nn.Module:
+            return Plain(width, self.outputs)
+
+    class Narrow(Own):
+        outputs = (2,)
+
+    data = ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=28, batch_size=8, eval_freq=0)
+    assert fit(Own(net_arch=[8]), data).lightning_module.n_updates == 12
+    with pytest.raises(UsageError, match=r"make_critics returned .*\(2, 2\) for 2 observations; .*\(2, 2, 1\)"):
+        made(Narrow)
+
+
 def test_critics_start_like_linear_layers_and_differ() -> None:
     torch.manual_seed(0)
     critics = Critics(OBSERVATION, 2, 2, [64, 64])
