@@ -18,7 +18,7 @@ from rl_modules import SAC, TQC, CrossQ
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.networks.critics import ActionBounds, Critics
-from tests.training import fit, mean_return
+from tests.training import assert_resumes_exactly, fit, mean_return
 
 OBSERVATION = spaces.Box(-1, 1, (3,), np.float32)
 BOX = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32))
@@ -140,6 +140,20 @@ def test_policy_and_temperature_move_in_every_policy_delay_th_update() -> None:
     data = ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=28, batch_size=8, eval_freq=0)
     fit(Watched(net_arch=[8], policy_delay=3), data)
     assert len(moved) >= 9 and moved[:9] == [(False, True, False), (False, True, False), (True, True, True)] * 3
+
+
+@pytest.mark.long
+def test_a_run_with_dropout_resumes_exactly(tmp_path: Path) -> None:
+    def make_data() -> ReplayDataModule:
+        return ReplayDataModule(
+            "Pendulum-v1", learning_starts=16, total_timesteps=10**6, batch_size=8, eval_freq=0, rollouts_per_epoch=10
+        )
+
+    def make_model() -> SAC:
+        torch.manual_seed(0)  # dropout draws from torch's global generator, which `rl fit` seeds
+        return SAC(net_arch=[8], layer_norm=True, dropout_rate=0.3, target_subset=2)
+
+    assert_resumes_exactly(make_model, make_data, tmp_path, epochs=4)
 
 
 def test_more_drawn_critics_than_there_are_is_refused() -> None:
