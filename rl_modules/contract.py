@@ -129,6 +129,8 @@ class Minibatch(TypedDict, total=False):
     """SARSA's a', [B] int64."""
     noise: Tensor
     """Standard normal numbers for the update's actions."""
+    critic_order: Tensor
+    """Random numbers that order the critics, [B, K]; with SAC's ``target_subset`` only."""
     index: Tensor
     """Rows in the buffer, [B] int64; with prioritised replay only."""
     valid: Tensor
