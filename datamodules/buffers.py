@@ -64,14 +64,8 @@ class ReplayBuffer:
         return 2
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
-        """Appends a rollout, which overwrites the oldest rows.
-
-        Args:
-            rollout: CPU tensors [T, N, …]: observation, next_observation (the true successor), action, reward,
-                terminated, truncated, valid.
-
-        Returns:
-            The flat numbers of the rows that are transitions from now on, and of those that no longer are.
+        """Appends a rollout of CPU tensors, [T, N, …], which overwrites the oldest rows. Returns the flat numbers of
+        the rows that are transitions from now on, and of those that no longer are.
         """
         # NumPy, because it takes half of torch's time for the few rows of a round.
         valid = rollout["valid"].numpy()

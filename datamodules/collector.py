@@ -187,13 +187,8 @@ class Collector(Stateful):
         return list(self.streams) if self.has_episodes else self.streams[0]
 
     def _next_value(self, act: Act, unseen: Any, value: Tensor, ends: list[tuple[int, int]]) -> Tensor:
-        """V of every transition's true successor, [T, N].
-
-        Args:
-            act: the policy.
-            unseen: observations after the rollout, and the final ones of episodes that ended in it, [N + F, …].
-            value: of the rollout's observations, [T, N].
-            ends: row and environment of each final observation.
+        """V of every transition's true successor, [T, N], from the values of the rollout and the observations
+        ``unseen`` by it, [N + F, …]: those after it, and the final ones, whose rows and environments are ``ends``.
         """
         # No action is taken in these states: the sampled actions are not used, and the policy's generator does not
         # advance.

@@ -41,13 +41,8 @@ class EpisodeStatistics(Stateful):
     def update(
         self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, ends: Sequence[Sequence[Any]] = ()
     ) -> None:
-        """Adds a rollout.
-
-        Args:
-            reward: as the environments returned it, [T, N] float64.
-            done: the episode ended, [T, N] bool.
-            valid: false in rows that are no transitions, [T, N] bool.
-            ends: what :meth:`ends_of` read in its steps.
+        """Adds a rollout: rewards as the environments returned them [T, N] float64, whether episodes ended and rows are
+        transitions [T, N] bool, and what :meth:`ends_of` read in its steps.
         """
         self.successes.extend(success or 0.0 for success, *_ in ends)
         self.knows_success |= any(success is not None for success, *_ in ends)
@@ -72,9 +67,7 @@ class EpisodeStatistics(Stateful):
 
     def means(self, sum_over_ranks: Callable[[torch.Tensor], Any] | None = None) -> dict[str, float]:
         """Returns ``rollout/*``, the means over the last finished episodes; empty before the first has ended.
-
-        Args:
-            sum_over_ranks: returns a tensor's sum over all ranks, which call this together; None: one rank.
+        ``sum_over_ranks`` returns a tensor's sum over all ranks, which call this together; None: one rank.
         """
         own = [np.sum(self.returns), np.sum(self.lengths), len(self.returns), np.sum(self.successes),
                len(self.successes), self.knows_success]  # fmt: skip

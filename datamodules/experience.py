@@ -173,13 +173,8 @@ def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, An
 
 
 def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
-    """Returns the position in its epoch at which a run resumes, in minibatches.
-
-    Args:
-        position: of the checkpoint's run.
-        saved: its settings that decide an epoch's minibatches; ``length`` is their number.
-        layout: this run's.
-        begun: whether the checkpoint holds experience of later epochs already.
+    """Returns the minibatch of its epoch at which a run resumes: the checkpoint's where the settings that decide an
+    epoch's minibatches are equal. ``begun``: the checkpoint holds experience of later epochs already.
     """
     if saved == layout:
         return position

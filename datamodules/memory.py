@@ -11,11 +11,7 @@ from rl_modules.core.state import Stateful, persistent
 
 
 class Memory(Stateful):
-    """One recurrent state per environment, kept between steps and rollouts, and reset with each episode.
-
-    Args:
-        learner: has ``initial_state(n)``, [n, K, H], and an ``act`` that takes ``state`` and returns ``next_state``.
-    """
+    """One recurrent state per environment, kept between steps and rollouts, and reset with each episode."""
 
     #: State after the last action, [N, K, H]; None: no action was taken yet.
     state: Tensor | None = persistent()

@@ -14,11 +14,8 @@ from rl_modules.core.state import Stateful, persistent
 
 
 class RunningMeanStd(Stateful):
-    """Mean and variance of everything seen so far, merged batch by batch in float64.
-
-    Args:
-        shape: shape of one sample.
-        epsilon: weight of the prior (mean 0, variance 1), as in SB3 and Gymnasium.
+    """Mean and variance of everything seen so far, merged batch by batch in float64; ``epsilon`` is the weight of the
+    prior (mean 0, variance 1), as in SB3 and Gymnasium.
 
     Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -85,14 +82,8 @@ class RunningMeanStd(Stateful):
 
 
 class ObservationNormalizer(Stateful):
-    """Observations in units of their running standard deviation; integers and images are left as they are.
-
-    Args:
-        space: space of one observation.
-        clip: bound on the result, in standard deviations.
-
-    Raises:
-        UsageError: the space has no float Box to normalise.
+    """Observations in units of their running standard deviation, bounded by ``clip``; integers and images are left as
+    they are.
     """
 
     running: Any = persistent(lambda self: _statistics_of(self.space))
@@ -131,12 +122,8 @@ def _statistics_of(space: spaces.Space) -> Any:
 
 
 class RewardNormalizer(Stateful):
-    """Rewards divided by the running standard deviation of the discounted return; their mean stays.
-
-    Args:
-        n_envs: number of environments.
-        gamma: discount of the return.
-        clip: bound on the result.
+    """Rewards divided by the running standard deviation of the return discounted by ``gamma``, bounded by ``clip``;
+    their mean stays.
 
     Source: the original PPO code's VecNormalize; Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
@@ -169,12 +156,7 @@ class RewardNormalizer(Stateful):
 
 
 class Normalizers(Stateful):
-    """The normalisers of a run.
-
-    Args:
-        of_observations: updated with every observation; None: observations stay as they are.
-        of_rewards: updated with every reward; None: rewards stay as they are.
-    """
+    """The normalisers of a run, updated with every observation and reward; None: these stay as they are."""
 
     def __init__(
         self, of_observations: ObservationNormalizer | None = None, of_rewards: RewardNormalizer | None = None
@@ -195,11 +177,8 @@ class Normalizers(Stateful):
         return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """Normalises replayed transitions by the current statistics, in place.
-
-        Args:
-            sample: CPU tensors: observation, next_observation [M, *obs] and reward [M, n], as the environments
-                returned them.
+        """Normalises replayed transitions, [M, …] as the environments returned them, by the current statistics, in
+        place.
         """
         if self.of_observations is not None:
             for name in ("observation", "next_observation"):
@@ -210,12 +189,7 @@ class Normalizers(Stateful):
             sample["reward"] = torch.from_numpy(scaled)
 
     def add_recorded(self, rollout: dict[str, Any]) -> None:
-        """Merges transitions that the environments of the run have not returned.
-
-        Args:
-            rollout: CPU tensors [T, N, …], of which observation, reward, terminated, truncated and valid are read; not
-                normalised.
-        """
+        """Merges a rollout, [T, N, …] and not normalised, that the environments of the run have not returned."""
         valid = rollout["valid"].numpy()
         self.see(tree_map(lambda x: x.numpy()[valid], rollout["observation"]))
         if self.of_rewards is not None:
@@ -237,10 +211,8 @@ class Normalizers(Stateful):
         return of_observations if self.of_rewards is None else [*of_observations, self.of_rewards.running]
 
     def merge_ranks(self, gather: Callable[[np.ndarray], list[np.ndarray]]) -> None:
-        """Gives every rank the statistics of the samples of all ranks.
-
-        Args:
-            gather: from this rank's flat array to the list of all ranks', in their order.
+        """Gives every rank the statistics of the samples of all ranks; ``gather`` returns every rank's flat array, in
+        order.
         """
         parts = self.parts()
         own = [part.own() for part in parts]

@@ -21,9 +21,6 @@ class CollectedAhead:
     The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
     runs: runs with the same seed are equal, and a run resumes exactly. Its rows are one update older than those of a
     rollout that is collected after training.
-
-    Args:
-        collect: collects a rollout with an ``act``.
     """
 
     def __init__(self, collect: Callable[[Act], Rollout]) -> None:
@@ -35,11 +32,8 @@ class CollectedAhead:
         self._future: Future[Rollout] | None = None
 
     def begin(self, learner: Any, precision: Callable[[], AbstractContextManager]) -> None:
-        """Starts to collect with the learner's present weights.
-
-        Args:
-            learner: the algorithm.
-            precision: context of the forward passes; autocast belongs to a thread.
+        """Starts to collect with the learner's present weights, in a context of its own: autocast belongs to a
+        thread.
         """
         if self._policy is None:
             self._policy = frozen_copy(learner)

@@ -20,9 +20,6 @@ class RecordedIteration(Recorded):
 
     Everything that an iteration leaves to the next is in tensors that stay where they are: the environments' states,
     weights, the optimizer's moments, and the statistics of episodes, which :meth:`read_episodes` brings to the host.
-
-    Args:
-        data: the rollout datamodule of the run.
     """
 
     def __init__(self, data: Any) -> None:
@@ -162,11 +159,8 @@ class RecordedIteration(Recorded):
         self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)
 
     def _note_episodes(self, done: Tensor, running: Tensor) -> None:
-        """Writes the episodes that have ended into the ring, in the order of time.
-
-        Args:
-            done: the episode ended, [T·N].
-            running: return and length so far, [2, T·N].
+        """Writes the episodes that are ``done``, [T·N], with return and length, [2, T·N], into the ring, in the order
+        of time.
         """
         place = done.cumsum(0) - 1 + self.finished
         self.finished.add_(done.sum())
@@ -174,10 +168,8 @@ class RecordedIteration(Recorded):
         self.ring.index_copy_(1, torch.where(is_kept, place % self.window, self.window), running)
 
     def read_episodes(self) -> None:
-        """Brings statistics and observations to the host, for metrics and checkpoints.
-
-        Raises:
-            UsageError: an observation or a reward was NaN or infinite.
+        """Brings statistics and observations to the host, for metrics and checkpoints; refuses NaN and infinite
+        ones.
         """
         collector, episodes = self.collector, self.collector.episodes
         if not self.is_finite:

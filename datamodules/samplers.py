@@ -11,12 +11,7 @@ from datamodules.buffers import ReplayBuffer
 
 
 class UniformSampler:
-    """Every transition equally likely, with replacement.
-
-    Args:
-        buffer: where to draw from.
-        seed: seed of the private generator.
-    """
+    """Every transition equally likely, with replacement."""
 
     def __init__(self, buffer: ReplayBuffer, seed: int) -> None:
         self.buffer = buffer
@@ -41,11 +36,7 @@ class UniformSampler:
 
 
 class SumTree:
-    """Numbers whose prefix sums can be searched in logarithmic time.
-
-    Args:
-        size: how many, all 0 at first.
-    """
+    """Numbers, all 0 at first, whose prefix sums can be searched in logarithmic time."""
 
     def __init__(self, size: int) -> None:
         self.leaves = 1 << max(size - 1, 1).bit_length()
@@ -85,12 +76,6 @@ class PrioritizedSampler:
 
     A minibatch of k draws one transition from each of k equal parts of the total, which keeps P and spreads the draws.
 
-    Args:
-        buffer: where to draw from.
-        seed: seed of the private generator.
-        alpha: α, how much priorities matter; 0 draws uniformly.
-        epsilon: ε, in units of reward; gives transitions without error a positive probability.
-
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and algorithm 1.
     """
 
@@ -113,15 +98,9 @@ class PrioritizedSampler:
         return torch.from_numpy(self.tree.find((np.arange(n) + uniform) * (self.tree.total / n)))
 
     def weights(self, index: Tensor, beta: float, largest_of_ranks: Callable[[float], float] | None = None) -> Tensor:
-        """Importance weights of a minibatch, [M] float32, of which the largest is 1.
+        """Importance weights of a minibatch, [M] float32, of which the largest is 1, also over the ranks.
 
         w_i = (N P(i))^-β / max_j (N P(j))^-β, where N, the number of transitions, cancels.
-
-        Args:
-            index: flat numbers as :meth:`draw` returns them, [M].
-            beta: β, how much of the bias is corrected; 1 is all of it.
-            largest_of_ranks: from this rank's largest to that of all ranks, whose minibatches are parts of one; None:
-                there is one rank.
         """
         weight = self.tree[index.numpy()] ** -beta
         if largest_of_ranks is None:

@@ -72,13 +72,8 @@ class MonteCarlo(TabularControl):
     def returns(
         self, states: list[int], actions: list[int], rewards: list[float], after: float
     ) -> list[tuple[int, int, float]]:
-        """Returns (s, a, G) of one episode, in order of time.
-
-        Args:
-            states: s_t.
-            actions: a_t.
-            rewards: r_t.
-            after: bootstrap value after the last reward; 0 at a termination.
+        """Returns (s, a, G) of one episode, in order of time; ``after`` is the bootstrap value after the last
+        reward.
         """
         visits = []
         for state, action, reward in zip(reversed(states), reversed(actions), reversed(rewards), strict=True):

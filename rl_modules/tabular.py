@@ -24,17 +24,10 @@ from rl_modules.core.state import persistent
 
 
 class ActionValues(torch.nn.Module):
-    """K tables of action values with their counts.
+    """K tables of action values with their counts; with ``masks``, the last mask seen in each state.
 
     They stay in main memory in float64, whatever the module's device and dtype, because accelerators are slow at
     reading and writing single entries.
-
-    Args:
-        n_tables: K.
-        n_states: S.
-        n_actions: A.
-        initial_value: initial value of all entries, in units of return.
-        masks: store the last mask seen in each state.
     """
 
     q: Tensor

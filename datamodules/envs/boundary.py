@@ -24,13 +24,8 @@ Misfit = Callable[[Any], str | None]
 
 
 def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> Misfit:
-    """Returns a function that says how an observation differs from its space, if it has another shape, or a dtype that
-    Gymnasium's vectors do not convert (``same_kind``).
-
-    Args:
-        space: of one observation.
-        batch: dimensions before those of the space.
-        part: of a nested space, for the message.
+    """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space in shape, or
+    in a dtype that Gymnasium's vectors do not convert (``same_kind``); ``part`` of a nested space, for the message.
     """
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keys: Any = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
@@ -117,10 +112,6 @@ class Boundary:
     """Resets and steps a vector; an error in it, or what does not fit its spaces, is one sentence.
 
     Environments of :class:`~datamodules.envs.episodes.SeededEpisodes` check what they return before it is merged.
-
-    Args:
-        envs: the vector.
-        name: the environment's, for messages.
     """
 
     def __init__(self, envs: VectorEnv, name: str) -> None:
@@ -254,13 +245,8 @@ class Boundary:
 
 
 def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
-    """Refuses NaN and infinite values, which would make the network's weights NaN.
-
-    Args:
-        name: the environment's.
-        observations: [T + 1, N, *obs] arrays, nested as the space is.
-        reward: [T, N].
-        finals: row, environment and final observation of every episode that ended.
+    """Refuses NaN and infinite values, which would make the network's weights NaN: in observations [T + 1, N, *obs],
+    rewards [T, N], and final observations with their rows and environments.
     """
     what, bad = "reward", ~np.isfinite(reward)
     for leaf in () if bad.any() else tree_leaves(observations):

@@ -205,17 +205,8 @@ def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
 def repeat_episodes(
     envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
 ) -> np.ndarray:
-    """Repeats every running episode of a freshly reset vector up to its last step.
-
-    Args:
-        envs: the vector.
-        episodes: what :func:`episode_states` returned.
-        space: space of one observation.
-        reached: the observations that the episodes were at, [N, *obs] arrays.
-        resets_next: which environments reset in their next step, [N].
-
-    Returns:
-        True where the repetition led to another observation, [N].
+    """Repeats the ``episodes`` of a freshly reset vector up to their last steps. Returns where this led to another
+    observation than ``reached``, [N]; ``resets_next`` says which environments reset in their next step, [N].
     """
     replays = [
         {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}

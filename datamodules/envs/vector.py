@@ -97,19 +97,8 @@ def make_vector_env(
     wrappers: Sequence[str | dict[str, Any]] = (),
     masks: str | None = None,
 ) -> VectorEnv:
-    """``n_envs`` environments that step together, each with :class:`SeededEpisodes` outermost.
-
-    Args:
-        env_id: as in :func:`make_env`.
-        n_envs: number of environments, ≥ 1.
-        vectorization_mode: ``sync`` (one process), ``async`` (a process each), ``vector_entry_point`` (the
-            environment's own vectorised engine) or ``envpool`` (EnvPool's); both engines reset in the step after the
-            end and know no single episodes.
-        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``, as Gymnasium defines them; an engine's own mode
-            is kept.
-        env_kwargs: as in :func:`make_env`.
-        wrappers: as in :func:`make_env`.
-        masks: as in :func:`make_env`.
+    """``n_envs`` environments that step together, each with :class:`SeededEpisodes` outermost; the arguments are those
+    of :func:`make_env` and of :class:`~datamodules.base.ControlDataModule`. An engine resets in its own mode.
     """
     if vectorization_mode in ("vector_entry_point", "envpool"):
         if wrappers or masks not in (None, IGNORED):

@@ -32,13 +32,7 @@ class CannotRecord(RuntimeError):
 
 
 class CudaGraph:
-    """One recording on a CUDA device.
-
-    Args:
-        device: where the function works.
-        generators: private generators that it draws from; they advance with every replay.
-        pool: memory of an earlier recording to share; None: its own.
-    """
+    """One recording on a CUDA device. Its generators advance with every replay; ``pool`` is memory to share."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator], pool: Any = None) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
@@ -79,11 +73,7 @@ RECORDERS: dict[str, Any] = {"cuda": CudaGraph}
 
 
 class Recordable(TorchDispatchMode):
-    """Raises at an operation that a recording can't repeat.
-
-    Args:
-        generators: those whose draws a replay continues.
-    """
+    """Raises at an operation that a recording can't repeat, and at draws from other generators than these."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         super().__init__()
@@ -122,13 +112,8 @@ def _crosses(args: Any, kwargs: Any) -> bool:
 class Recordings:
     """The recordings of one function, by what its Python branches depend on.
 
-    The first call with a key runs the function and checks it. The second records it, and later ones replay.
-
-    Args:
-        what: who wants it, for messages, such as ``PPO(graph=True)``.
-        device: where the function works.
-        generators: private generators that it draws from.
-        optimizers: that step in it.
+    The first call with a key runs the function and checks it. The second records it, and later ones replay. The
+    function draws from ``generators``, and ``optimizers`` step in it.
     """
 
     def __init__(

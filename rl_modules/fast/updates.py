@@ -92,12 +92,8 @@ def _as_usual(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def rates_in_place(optimizers: list[torch.optim.Optimizer], kept: dict[int, Tensor]) -> tuple[float, ...]:
-    """Writes learning rates that a schedule has set into the tensors that recordings read. Returns those that are
-    numbers, which a recording holds.
-
-    Args:
-        optimizers: of the run.
-        kept: the tensors, by group; filled here.
+    """Writes learning rates that a schedule has set into the tensors that recordings read, ``kept`` by group. Returns
+    those that are numbers, which a recording holds.
     """
     numbers = []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -112,11 +108,7 @@ def rates_in_place(optimizers: list[torch.optim.Optimizer], kept: dict[int, Tens
 
 
 def check_recordable(module: Any) -> None:
-    """Refuses settings whose effect on a recorded update would be that of the first update.
-
-    Raises:
-        UsageError: names the argument.
-    """
+    """Refuses settings whose effect on a recorded update would be that of the first update."""
     what = f"{type(module).__name__}(graph=True)"
     for name, schedule in module.schedules.items():
         if schedule.decays:
@@ -132,12 +124,7 @@ def check_recordable(module: Any) -> None:
 
 
 class Recorded:
-    """Base of the steps that replace ``training_step`` under ``graph=True``.
-
-    Args:
-        module: the algorithm, whose optimizers are there.
-        generators: private generators that the step draws from, on the module's device.
-    """
+    """Base of the steps that replace ``training_step`` under ``graph=True``; they draw from ``generators``."""
 
     def __init__(self, module: Any, generators: list[torch.Generator]) -> None:
         check_recordable(module)

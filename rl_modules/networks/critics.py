@@ -67,7 +67,20 @@ class ActionBounds(nn.Module):
         return torch.where(self.half_range > 0, (flat - self.center) / self.half_range, 0.0).float()
 
 
-class SquashedGaussianPolicy(nn.Module):
+class Tower(nn.Module):
+    """An encoder, hidden layers, and a head of ``n_outputs`` numbers."""
+
+    def __init__(
+        self, observation_space: spaces.Space, n_outputs: int, net_arch: Sequence[int], activation_fn: str = "relu"
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoding_width(self.encoder), *net_arch]
+        self.trunk = mlp(sizes, activation_fn)
+        self.head = nn.Linear(sizes[-1], n_outputs)
+
+
+class SquashedGaussianPolicy(Tower):
     """A diagonal Gaussian over A numbers, squashed by tanh into [-1, 1].
 
     Shape: [B, *obs] → mean and log standard deviation before tanh, [B, A] float32 each.
@@ -78,12 +91,8 @@ class SquashedGaussianPolicy(nn.Module):
     def __init__(
         self, observation_space: spaces.Space, width: int, net_arch: Sequence[int], activation_fn: str = "relu"
     ) -> None:
-        super().__init__()
-        self.encoder = build_encoder(observation_space)
-        sizes = [encoding_width(self.encoder), *net_arch]
-        self.trunk = mlp(sizes, activation_fn)
         # Both heads in one layer: torch initialises it like two.
-        self.head = nn.Linear(sizes[-1], 2 * width)
+        super().__init__(observation_space, 2 * width, net_arch, activation_fn)
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
         mean, log_std = apply_tower(self.trunk, self.head, self.encoder(observation)).chunk(2, dim=-1)
@@ -98,22 +107,13 @@ class SquashedGaussianPolicy(nn.Module):
         return pre_tanh.tanh(), F.squashed_gaussian_log_prob(mean, log_std, pre_tanh)
 
 
-class DeterministicPolicy(nn.Module):
+class DeterministicPolicy(Tower):
     """One action in [-1, 1]^A per observation.
 
     Shape: [B, *obs] → [B, A] float32.
 
     Source: Lillicrap et al. 2016, arXiv:1509.02971.
     """
-
-    def __init__(
-        self, observation_space: spaces.Space, width: int, net_arch: Sequence[int], activation_fn: str = "relu"
-    ) -> None:
-        super().__init__()
-        self.encoder = build_encoder(observation_space)
-        sizes = [encoding_width(self.encoder), *net_arch]
-        self.trunk = mlp(sizes, activation_fn)
-        self.head = nn.Linear(sizes[-1], width)
 
     def forward(self, observation: Any) -> Tensor:
         return apply_tower(self.trunk, self.head, self.encoder(observation)).tanh()
@@ -210,12 +210,8 @@ class StateDependentPolicy(SquashedGaussianPolicy):
         activation_fn: str = "relu",
         log_std_init: float = -3.0,
     ) -> None:
-        nn.Module.__init__(self)
-        self.encoder = build_encoder(observation_space)
-        sizes = [encoding_width(self.encoder), *net_arch]
-        self.trunk = mlp(sizes, activation_fn)
-        self.head = nn.Linear(sizes[-1], width)
-        start = torch.full((sizes[-1], width), float(log_std_init), dtype=torch.float32, device="cpu")
+        Tower.__init__(self, observation_space, width, net_arch, activation_fn)
+        start = torch.full((self.head.in_features, width), float(log_std_init), dtype=torch.float32, device="cpu")
         self.log_std = nn.Parameter(start)
 
     def _mean_and_features(self, observation: Any) -> tuple[Tensor, Tensor]:
