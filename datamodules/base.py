@@ -294,8 +294,7 @@ class ControlDataModule(Experience):
 
         clip_obs, clip_reward, gamma = self.hparams["clip_obs"], self.hparams["clip_reward"], self.norm_gamma
         if gamma is None:
-            discount = self.learner.discount if self.has_learner else None
-            gamma = 0.99 if discount is None else discount  # γ may be 0
+            gamma = getattr(self.learner, "gamma", 0.99) if self.has_learner else 0.99
         normalizers = Normalizers(
             ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
             RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
@@ -321,13 +320,13 @@ class ControlDataModule(Experience):
 
     def after_collecting(self, valid: torch.Tensor) -> None:
         """Counts a rollout's transitions, and passes the new statistics to every rank and to the learner."""
-        count, ranks = valid.sum(), self._world_size
+        trainer: Any = self.trainer
+        count, ranks = valid.sum(), trainer.world_size
         if ranks > 1 and not self.ranks_differ_in_size:
             count *= ranks  # every row is a transition, on every rank
         elif ranks > 1:
-            strategy = self.learner_trainer.strategy
             # Replayed experience is on the CPU.
-            count = strategy.reduce(count.to(strategy.root_device), reduce_op="sum")
+            count = trainer.strategy.reduce(count.to(trainer.strategy.root_device), reduce_op="sum")
         self.num_timesteps += int(count)
         normalizers = self.collector.normalizers
         if normalizers is not None:
@@ -339,7 +338,8 @@ class ControlDataModule(Experience):
         """Returns what the algorithm's ``prepare`` makes of a rollout or a sample of the replay buffer. ``rows`` are
         the first dimensions of what it returns, ``layout`` their names; None: those of ``valid``, which it may return.
         """
-        learner: Any = self.learner
+        trainer: Any = self.trainer
+        learner = trainer.lightning_module
         if is_double(learner):
             inputs = ("observation", "next_observation", "action")
             experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}

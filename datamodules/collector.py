@@ -70,6 +70,8 @@ class Collector(Stateful):
         #: Whether observations in float64 are normalised as such.
         self.double = normalizers is not None and normalizers.of_observations is not None
         self.digits = Digits(self.space, name, self.double)
+        #: Observations as the rollout holds them.
+        self._stored: Any = (lambda arrays: arrays) if normalizers is None or returns_raw else normalizers.observation
         self.generator_seed = generator_seed
         self.episodes = EpisodeStatistics(envs.num_envs, stats_window_size)
         self._episodes_at_close: list[dict[str, Any]] | None = None
@@ -211,10 +213,6 @@ class Collector(Stateful):
         if self.normalizers is not None and self.double:
             self.normalizers.see(tree_map(lambda x: x[~self._resets_next], self._raw))
             self._observation = self._stored(self._raw)
-
-    def _stored(self, arrays: Any) -> Any:
-        """Observations as the rollout holds them."""
-        return arrays if self.normalizers is None or self.returns_raw else self.normalizers.observation(arrays)
 
     # ---------------------------------------------------------------- state
 

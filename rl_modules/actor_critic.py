@@ -77,9 +77,12 @@ class ActorCriticModule(ControlModule):
 
         An observation's ``action_mask`` restricts the distribution and is not an input of the network.
         """
-        observation, mask = split_mask(observation)
+        mask = None
+        if isinstance(observation, dict):
+            observation, mask = split_mask(observation)
         policy, value = self.network(observation)
-        policy = as_distribution(policy)
+        if isinstance(policy, torch.distributions.Distribution):
+            policy = as_distribution(policy)
         if self.noise_matrices is not None and hasattr(policy, "matrices"):
             policy.matrices = self.noise_matrices
         return (policy if mask is None else policy.masked(mask)), value
@@ -124,6 +127,6 @@ class ActorCriticModule(ControlModule):
         arguments [T, N].
         """
         if self.logs_this_epoch:
-            if self._trainer is None or self.source.ranks_differ_in_size:  # some rows are resets
+            if self.run.has_resets:
                 value, returns = value[valid], returns[valid]
             self.record_now(explained_variance=ranks.explained_variance(value, returns, self._is_alone))

@@ -41,6 +41,8 @@ class Run:
     #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
     scheduled_at: int = -1
     rate_applied: float | str | None = None
+    #: Whether some rows of rollouts are resets and no transitions, so that ranks have different numbers of these.
+    has_resets: bool = True
     #: Metrics and place of the point of the curves that this epoch's end writes; None: none is due.
     point: tuple[dict[str, float], int] | None = None
 

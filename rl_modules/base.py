@@ -218,11 +218,6 @@ class ControlModule(Algorithm):
         """Whether a resumed run has batches left in the last epoch; a run that reached ``total_timesteps`` has none."""
         return super().is_cut_off and not self.source.is_complete
 
-    @property
-    def discount(self) -> float | None:
-        """γ; None if the algorithm has no discount."""
-        return getattr(self, "gamma", None)
-
     def configure_model(self) -> None:
         """Builds the network from the spaces; at the start of ``fit`` resets the state of the run."""
         check_trainer(self)
@@ -523,7 +518,7 @@ class ControlModule(Algorithm):
         """Returns the weight of this rank's mean over ``n`` transitions in the mean over all ranks. The weight is 1
         unless the vector environment has reset rows, so that the ranks have different numbers of transitions.
         """
-        if self._is_alone or not self.source.ranks_differ_in_size:
+        if self._is_alone or not self.run.has_resets:
             return 1.0
         return ranks.rank_weight(n, self.device)
 

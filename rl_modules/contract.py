@@ -179,10 +179,6 @@ class Learner(Protocol):
     def device(self) -> torch.device:
         """Device of the network."""
 
-    @property
-    def discount(self) -> float | None:
-        """γ; None: the algorithm has none."""
-
     def modules(self) -> Any:
         """Returns the network's parts, as :class:`torch.nn.Module` gives them."""
 
@@ -196,13 +192,6 @@ class Learner(Protocol):
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[np.ndarray, Any]:
         """Returns actions in NumPy for raw observations, with Stable-Baselines3's signature."""
-
-
-class ReplayLearner(Learner, Protocol):
-    """The additional interface that a datamodule with prioritised replay uses."""
-
-    #: |δ| of the last minibatch, [B]; None before the first.
-    td_error: Tensor | None
 
 
 class ExperienceSource(Protocol):

@@ -51,6 +51,7 @@ class ControlLoop(OfRun):
             module.__dict__["training_step"] = recorded_step(module)
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
         self.on_train_epoch_start(trainer, module)
+        module.run.has_resets = module.source.ranks_differ_in_size
         module.run.scheduled_at = module.source.num_timesteps
         module.update_schedules(module.progress_remaining)
 

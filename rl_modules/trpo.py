@@ -290,7 +290,7 @@ class TRPO(ActorCriticModule):
         """Returns the critic's minibatches, equally many on every process, because the processes would otherwise
         deadlock. A minibatch is empty if this rank has fewer transitions than another has minibatches.
         """
-        if self._is_alone or not self.source.ranks_differ_in_size:
+        if self._is_alone or not self.run.has_resets:
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))
 

@@ -312,8 +312,9 @@ def _declare(cls: Any) -> None:
     """Sets ``declared_settings`` from the class's body and its bases."""
     inherited: dict[str, Setting] = {}
     for base in reversed(cls.__mro__[1:]):
-        inherited.update(vars(base).get("_declared", {}))
-        for name in vars(base).get("_fixed", ()):
+        theirs, names_fixed, _ = vars(base).get("_own_settings", ({}, (), ()))
+        inherited.update(theirs)
+        for name in names_fixed:
             inherited.pop(name, None)
     try:
         annotations = inspect.get_annotations(cls, eval_str=True)
@@ -347,11 +348,12 @@ def _declare(cls: Any) -> None:
             other = replace(inherited[name], default=value)
             declared[name] = other.of_kind(annotations[name]) if name in annotations else other
             delattr(cls, name)
-    cls._declared, cls._fixed = declared, tuple(names_fixed)
-    cls._introduced, cls.fixed_settings = tuple(introduced), instead
+    #: What this class declares, fixes, and introduces.
+    cls._own_settings = declared, tuple(names_fixed), tuple(introduced)
+    cls.fixed_settings = instead
     found = {name: x for name, x in {**inherited, **declared}.items() if name not in names_fixed}
     # An argument's place is where it is declared, not where its default changes.
-    order = {name: None for base in cls.__mro__ for name in vars(base).get("_introduced", ())}
+    order = {name: None for base in cls.__mro__ for name in vars(base).get("_own_settings", ((), (), ()))[2]}
     cls.declared_settings = {name: found[name] for name in order if name in found}
 
 
