@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules.common.errors import UsageError
-from rl_modules.loggers import adapters
 
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -133,6 +132,10 @@ def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
     """Writes one point of each curve to each logger, at a place on the x-axis; the learning curve's also before the
     others.
     """
+    if not trainer.loggers:
+        return
+    from rl_modules.loggers import adapters  # only those who write need them
+
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=place)
     if (name := trainer.lightning_module.learning_curve) in metrics:
