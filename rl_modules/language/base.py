@@ -195,6 +195,11 @@ class LanguageModule(LanguageMetrics):
         self._throughput = Throughput()
         self._sources, self._left_out = {}, set()
 
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
+        found = getattr(type(self), name, None)
+        return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
+
     # ---------------------------------------------------------------- model and tokenizer
 
     @property

@@ -50,11 +50,11 @@ def agrees(
         relative = 1e-6 if exact else _rounding(model)
         with _plainly(model):
             with first_layers(model) as is_part:
-                verdict = _verdict(compare, relative, must_run=False) if is_part else None
+                verdict = _verdict(model, compare, relative, must_run=False) if is_part else None
             if verdict is None or not verdict.is_right:
                 # A fast path is rejected only after a comparison on all layers.
                 try:
-                    verdict = _verdict(compare, relative, must_run)
+                    verdict = _verdict(model, compare, relative, must_run)
                 except BaseException:
                     del found[key]
                     raise
@@ -73,7 +73,9 @@ class _Verdict(NamedTuple):
     reason: str
 
 
-def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: float, must_run: bool) -> _Verdict:
+def _verdict(
+    model: Any, compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: float, must_run: bool
+) -> _Verdict:
     try:
         fast, alone, batched = compare()
         if fast.shape != alone.shape:  # a compiled model does not call hooks that came later
@@ -85,6 +87,8 @@ def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: flo
     if not bool(alone.isfinite().all()):
         return _Verdict(None, "")
     size, bound = _difference(fast, alone, batched, relative)
+    if size > bound:  # a small log-probability may be the difference of two large logits, which are rounded
+        bound += relative * max(_largest_logit(model) - float(alone.abs().max()), 0.0)
     return _Verdict(size <= bound, f"differs by {size:.2g} nats")
 
 
@@ -127,6 +131,14 @@ def _outputs(model: Any, tokens: Tensor) -> Tensor:
     if isinstance(getattr(network, "score", None), nn.Module):
         return network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return model(input_ids=tokens, use_cache=False).logits
+
+
+def _largest_logit(model: Any) -> float:
+    """The largest size of a logit of a short text; 0 for a model with a ``score`` head."""
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(getattr(network, "score", None), nn.Module):
+        return 0.0
+    return float(_outputs(model, probe_texts(model, [8])[0][None]).abs().max())
 
 
 def _rounding(model: Any) -> float:

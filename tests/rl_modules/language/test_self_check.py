@@ -12,12 +12,15 @@ from transformers.masking_utils import sdpa_mask
 
 from rl_modules import GRPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import self_check
 from rl_modules.language.fast.packing import can_pack_texts
 from rl_modules.language.fast.self_check import agrees, require_left_to_right, shortest_window, warn_of_noise
 from rl_modules.language.fast.shared_scoring import can_share
+from rl_modules.language.models import make_model
 from rl_modules.language.sampling import sample
 from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 from tests.training import fit
@@ -183,6 +186,21 @@ def test_rounding_is_no_disagreement_but_a_little_more_is():
     for error, right in ((3e-6, True), (3e-5, False)):
         assert agrees(network("Llama"), "x", lambda error=error: (alone + error, alone, alone), "") == right
         assert agrees(network("Llama"), "x", lambda error=error: (alone + error, alone, alone + error), "")
+
+
+def test_small_log_probabilities_of_large_logits_round_as_the_logits_do(monkeypatch):
+    """Weights of N(0, 1) have logits of 50, whose last float32 digit is 4e-6."""
+    monkeypatch.setenv("RL_FAST", "0")
+    model = make_model(make_config(None, None, character_tokenizer(), dropout=False))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.normal_()
+    assert model(input_ids=torch.arange(5, 13)[None]).logits.detach().abs().max() > 30
+    written = sample(
+        model, [[5, 6, 7], [8, 9]], max_completion_length=3, eos_token_id=1, pad_token_id=0, seeds=[1, 2]
+    )  # fmt: skip
+    assert written.length.max() > 0
 
 
 def test_a_model_whose_numbers_are_nan_is_asked_again():
