@@ -191,9 +191,9 @@ def test_rounding_is_no_disagreement_but_a_little_more_is():
 def test_small_log_probabilities_of_large_logits_round_as_the_logits_do(monkeypatch):
     """Weights of N(0, 1) have logits of 50, whose last float32 digit is 4e-6."""
     monkeypatch.setenv("RL_FAST", "0")
-    model = make_model(make_config(None, None, character_tokenizer(), dropout=False))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        model = make_model(make_config(None, None, character_tokenizer(), dropout=False))
         for parameter in model.parameters():
             parameter.normal_()
     assert model(input_ids=torch.arange(5, 13)[None]).logits.detach().abs().max() > 30
