@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
-from datamodules.language.dialogues import dialogue_metrics, fields_of, opened, transcript, with_rewards
+from datamodules.language.dialogue_fields import dialogue_metrics, fields_of, opened, transcript, with_rewards
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.mixture import MixedOrder, Mixture, by_source, held_out
 from datamodules.language.notices import note_completions, note_demonstrations, notice

@@ -14,9 +14,7 @@ from datamodules.experience import LazyLoader, resumed_position
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.dialogues import Dialogues, Limits, dialogue_metrics, environment, opened
-from datamodules.language.environment_calls import EnvironmentCalls
-from datamodules.language.environments import load_environment
+from datamodules.language.dialogue_fields import dialogue_metrics, environment, opened
 from datamodules.language.mixture import SOURCE, MixedOrder, Mixture, checked_weights, load_curriculum
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
@@ -35,10 +33,10 @@ from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
-from rl_modules.language.sampling.turns import Partner, converse
 
 if TYPE_CHECKING:
     from rl_modules.language.contract import CompletionLearner
+    from rl_modules.language.sampling.turns import Partner
 
 
 def without_environment(data: Any) -> str | None:
@@ -117,7 +115,7 @@ class PromptDataModule(LanguageDataModule):
     _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
-    _dialogues: Dialogues | None = None
+    _dialogues: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -416,6 +414,10 @@ class PromptDataModule(LanguageDataModule):
     ) -> Completions:  # fmt: skip
         if self.environment is None:
             return super().complete(act, records, starts, seeds, num_generations, **how)
+        from datamodules.language.dialogues import Dialogues, Limits
+        from datamodules.language.environment_calls import EnvironmentCalls
+        from datamodules.language.environments import load_environment
+
         how.pop("on_ended", None)
         settings = self.policy.settings(**how)
         if self._dialogues is None or self._dialogues.encoder is not self.encoder:
@@ -472,11 +474,13 @@ class PromptDataModule(LanguageDataModule):
         return replace(written, version=version)
 
     def _sample(
-        self, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: Partner | None = None
+        self, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: "Partner | None" = None
     ) -> Completions:
         """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
         module = self.policy
         if partner is not None:
+            from rl_modules.language.sampling.turns import converse
+
             return converse(module.sampler, prompts, seeds, module.settings(), partner)
         return module.sampler.sample(prompts, num_generations, seeds, module.settings())
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 from torch import Tensor
 
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
-from rl_modules.language.sampling.turns import Partner
 
 
 class DemonstrationBatch(TypedDict, total=False):
@@ -214,7 +213,7 @@ class WritingLearner(TextLearner, Protocol):
         seeds: Sequence[int],
         num_generations: int = 1,
         on_ended: RowListener | None = None,
-        partner: Partner | None = None,
+        partner: Any = None,
         **sampling: Any,
     ) -> Completions:
         """Generates completions of prompts with the current weights, one seed each."""

@@ -75,13 +75,16 @@ class LanguageMetrics(Algorithm):
                              "means of others; give a metric of yours another name")  # fmt: skip
         weight = metrics.pop("weight", weight)
         self._own_names.update(metrics)
-        self._add(weight, metrics)
+        if metrics and not (self._trainer is not None and self._trainer.evaluating):
+            values = {name: self._scalar(name, value) for name, value in metrics.items()}
+            self._means.add(values, self._scalar("weight", weight))
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
         """Adds the values that reward functions logged: mean and weight by name."""
         self.claim_logged({displayed_name(name): name for name in logged})
         for name, (mean, weight) in logged.items():
-            self._add(weight, {name: mean})
+            self.record(weight, **{name: mean})
+        self._own_names.difference_update(logged)
 
     def claim_logged(self, names: Mapping[str, str]) -> None:
         """Refuses curves of reward functions, which have ``names`` for them, that are the module's own too."""
@@ -89,11 +92,6 @@ class LanguageMetrics(Algorithm):
         for curve in self._logged_names.keys() & set(map(displayed_name, self._own_names)):
             raise UsageError(f"log_metric({self._logged_names[curve]!r}, …) of a reward function: the run has a curve "
                              "of this name; choose another")  # fmt: skip
-
-    def _add(self, weight: Tensor | float, metrics: Mapping[str, Tensor | float]) -> None:
-        if metrics and not (self._trainer is not None and self._trainer.evaluating):
-            values = {name: self._scalar(name, value) for name, value in metrics.items()}
-            self._means.add(values, self._scalar("weight", weight))
 
     def _scalar(self, name: str, value: Tensor | float) -> Tensor:
         """Returns a float32 scalar on the module's device, without a wait for either device."""

@@ -18,7 +18,6 @@ from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
 from rl_modules.language.sampling.correction import truncations_of
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from rl_modules.language.sampling.protocol import RowListener
-from rl_modules.language.sampling.turns import Partner, converse
 from rl_modules.language.throughput import Stopwatch
 from rl_modules.loggers import adapters
 
@@ -110,7 +109,7 @@ class LanguagePolicy(LanguageModule):
         seeds: Sequence[int],
         num_generations: int = 1,
         on_ended: RowListener | None = None,
-        partner: Partner | None = None,
+        partner: Any = None,
         **sampling: Any,
     ) -> Completions:
         """Generates ``num_generations`` completions per prompt with the current weights.
@@ -132,6 +131,8 @@ class LanguagePolicy(LanguageModule):
             if partner is None:
                 written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended)
             else:
+                from rl_modules.language.sampling.turns import converse
+
                 written = converse(self.sampler, prompts, seeds, settings, partner)
             watch.stop()
         if self._trainer is not None and self.trainer.training:

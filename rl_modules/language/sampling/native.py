@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.conversing import Conversing, decode_in_turns
 from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
-from rl_modules.language.sampling.turns import Partner
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.turns import Partner
 
 #: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
 _SHARE = 0.4
@@ -184,6 +185,8 @@ class NativeSampler:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
     ) -> Completions | None:
         """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
+        from rl_modules.language.sampling.conversing import Conversing, decode_in_turns
+
         model, whole = self.model, settings.max_completion_length
         config = text_config(model.config)
         check_request(
