@@ -7,22 +7,25 @@ records'.
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import Task
-from datamodules.language.text import answer_of, is_think_and_answer, opened_thought, reference_text, text_of
+from datamodules.language.text import TAGS, answer_of, is_think_and_answer, opened_thought, reference_text, text_of
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import load_object, require_settings
 
 __all__ = [
-    "RewardFunctions", "answer_in_tags", "exact_answer", "length_reward", "load_reward_func",
-    "math_accuracy", "soft_overlong_penalty", "think_answer_format",
+    "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "length_reward", "load_reward_func",
+    "math_accuracy", "outside_thought", "repetition_penalty", "reward_model", "soft_overlong_penalty",
+    "think_answer_format",
 ]  # fmt: skip
 
 Rewards = list[float | None]
@@ -115,13 +118,115 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Rewa
     return _named(penalty, "soft_overlong_penalty")
 
 
+def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
+    """Returns a reward function of −|p| times the share of a completion's n-grams of tokens that repeat another one.
+
+    Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2. Equals TRL 1.16.
+    """
+    if ngram_size < 1 or max_penalty > 0:
+        raise UsageError(f"repetition_penalty: ngram_size={ngram_size} must be at least 1, and max_penalty="
+                         f"{max_penalty} at most 0")  # fmt: skip
+
+    def penalty(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+        texts = completion_ids if completion_ids is not None else map(text_of, completions)
+        grams = [[tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)] for ids in texts]
+        return [max_penalty * (1 - len({*found}) / len(found)) if found else 0.0 for found in grams]
+
+    return _named(penalty, "repetition_penalty")
+
+
+def cosine_length(
+    max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5, min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0, reward: str | dict[str, Any] = "math_accuracy",
+) -> RewardFunction:  # fmt: skip
+    """Returns a reward function that prefers short right completions and long wrong ones.
+
+    R(y) = long + ½ (short − long) (1 + cos(π min(|y| / L_max, 1)))
+
+    from ``max_value_correct`` (short) to ``min_value_correct`` (long) where ``reward`` gives at least 1, from
+    ``min_value_wrong`` to ``max_value_wrong`` where it gives less; None where it gives None.
+
+    Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.1. Equals TRL 1.16.
+    """
+    judge = load_reward_func(reward)
+    if max_len < 1:
+        raise UsageError(f"cosine_length: max_len={max_len} must be at least 1")
+
+    @functools.wraps(judge)
+    def scaled(completions: Any, **columns: Any) -> Rewards:
+        found: Rewards = []
+        lengths = _lengths(completions, columns.get("completion_ids"))
+        for value, length in zip(judge(completions=completions, **columns), lengths, strict=True):
+            short, long = (max_value_correct, min_value_correct) if value and value >= 1 else (
+                min_value_wrong, max_value_wrong)  # fmt: skip
+            share = (1 + math.cos(math.pi * min(length / max_len, 1))) / 2
+            found.append(None if value is None else long + (short - long) * share)
+        return found
+
+    return _named(scaled, "cosine_length")
+
+
+def outside_thought(reward: str | dict[str, Any]) -> RewardFunction:
+    """Returns a reward function that sees only what follows a completion's last ``</think>``, nothing without one."""
+    judge = load_reward_func(reward)
+
+    @functools.wraps(judge)
+    def outside(completions: Any, **columns: Any) -> Rewards:
+        texts = [text.rpartition(TAGS[1])[2] if TAGS[1] in text else "" for text in map(text_of, completions)]
+        said: Any = [text if isinstance(given, str) else [{"role": "assistant", "content": text}]
+                     for text, given in zip(texts, completions, strict=True)]  # fmt: skip
+        return judge(completions=said, **columns)
+
+    return _named(outside, f"outside_thought.{function_name(judge)}")
+
+
+def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> RewardFunction:
+    """Returns a reward function of a reward model's scores minus its offset; one of several may have each ``name``.
+
+    Args:
+        path: exported directory, hub name or checkpoint, as of ``reward_model_name_or_path``; read at the first call.
+            Texts are tokenized by its own tokenizer and chat template. Truncated completions are scored as ended ones.
+        name: of the function.
+        rows: per forward pass.
+    """
+
+    @functools.cache
+    def loaded() -> tuple[Any, Any]:
+        from datamodules.language.encoding import TextEncoder
+        from rl_modules.language.reward_model import load_reward_model
+
+        found = load_reward_model(path)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return found._replace(model=found.model.to(device).eval()), TextEncoder(found.tokenizer)
+
+    @torch.no_grad()
+    def score(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+        from rl_modules.language.rereading import right_padded
+        from rl_modules.language.scoring import sequence_scores
+
+        judge, encoder = loaded()
+        asked, (answers,) = encoder.answered(prompts, list(map(text_of, completions)))
+        texts = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        scores: Rewards = [None] * len(texts)
+        for part in (order[i : i + rows] for i in range(0, len(order), rows)):
+            tokens, length = (x.to(judge.model.device) for x in right_padded([texts[i] for i in part]))
+            found = sequence_scores(judge.model, tokens, length) - judge.offset
+            for i, value in zip(part, found.tolist(), strict=True):
+                scores[i] = value
+        return scores
+
+    return _named(score, name)
+
+
 #: Reward functions that are ready.
 FUNCTIONS: dict[str, RewardFunction] = {
     func.__name__: func for func in (exact_answer, answer_in_tags, think_answer_format, math_accuracy)
 }
 #: Those that settings make.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {
-    func.__name__: func for func in (length_reward, soft_overlong_penalty)
+    func.__name__: func
+    for func in (length_reward, soft_overlong_penalty, repetition_penalty, cosine_length, outside_thought, reward_model)
 }
 
 

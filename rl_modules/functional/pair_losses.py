@@ -29,76 +29,42 @@ def _smoothed(lead: Tensor, epsilon: float) -> Tensor:
     return -(1 - epsilon) * F.logsigmoid(lead) - epsilon * F.logsigmoid(-lead)
 
 
-def _sigmoid(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return _smoothed(c.beta * (chosen - rejected), c.label_smoothing)
-
-
-def _robust(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    lead, epsilon = c.beta * (chosen - rejected), c.label_smoothing
+def _robust(lead: Tensor, epsilon: float) -> Tensor:
     return (-(1 - epsilon) * F.logsigmoid(lead) + epsilon * F.logsigmoid(-lead)) / (1 - 2 * epsilon)
 
 
-def _hinge(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return torch.relu(1 - c.beta * (chosen - rejected))
-
-
-def _ipo(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return (chosen - rejected - 1 / (2 * c.beta)).square()
-
-
-def _exo_pair(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
+def _exo_pair(lead: Tensor, epsilon: float) -> Tensor:
     # KL(p || (1 - ε, ε)) of p = softmax of the two implicit rewards.
-    lead, epsilon = c.beta * (chosen - rejected), c.label_smoothing
     right, wrong = F.logsigmoid(lead), F.logsigmoid(-lead)
     return right.exp() * (right - math.log1p(-epsilon)) + wrong.exp() * (wrong - math.log(epsilon))
 
 
-def _nca_pair(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    good, bad = c.beta * chosen, c.beta * rejected
-    return -F.logsigmoid(good) - 0.5 * F.logsigmoid(-good) - 0.5 * F.logsigmoid(-bad)
-
-
-def _bco_pair(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return -F.logsigmoid(c.beta * chosen) - F.logsigmoid(-c.beta * rejected)
-
-
-def _sppo_hard(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return (chosen - 0.5 / c.beta).square() + (rejected + 0.5 / c.beta).square()
-
-
-def _apo_zero(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return torch.sigmoid(-c.beta * chosen) + torch.sigmoid(c.beta * rejected)
-
-
-def _apo_down(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return torch.sigmoid(c.beta * chosen) + torch.sigmoid(c.beta * (rejected - chosen))
-
-
-def _discopop(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    lead = c.beta * (chosen - rejected)
-    share = torch.sigmoid(lead / c.discopop_tau)
+def _discopop(lead: Tensor, tau: float) -> Tensor:
+    share = torch.sigmoid(lead / tau)
     return (1 - share) * -F.logsigmoid(lead) + share * torch.exp(-lead)
 
 
-def _aot_unpaired(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return _sigmoid(chosen.sort().values, rejected.sort().values, c)
-
-
-def _simpo(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return _smoothed(c.beta * (chosen - rejected) - c.simpo_gamma, c.label_smoothing)
-
-
-def _orpo(chosen: Tensor, rejected: Tensor, c: Constants) -> Tensor:
-    return -c.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-
-
+#: From the scores of the chosen (c) and the rejected answer (r), [B] each, and constants (k) to the loss, [B].
 PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, Constants], Tensor]] = {
-    "sigmoid": _sigmoid, "robust": _robust, "hinge": _hinge, "ipo": _ipo, "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "apo_zero": _apo_zero,
-    "apo_down": _apo_down, "discopop": _discopop, "aot_unpaired": _aot_unpaired, "sigmoid_norm": _sigmoid,
+    "sigmoid": lambda c, r, k: _smoothed(k.beta * (c - r), k.label_smoothing),
+    "robust": lambda c, r, k: _robust(k.beta * (c - r), k.label_smoothing),
+    "hinge": lambda c, r, k: torch.relu(1 - k.beta * (c - r)),
+    "ipo": lambda c, r, k: (c - r - 1 / (2 * k.beta)).square(),
+    "exo_pair": lambda c, r, k: _exo_pair(k.beta * (c - r), k.label_smoothing),
+    "nca_pair": lambda c, r, k: -F.logsigmoid(k.beta * c) - (F.logsigmoid(-k.beta * c) + F.logsigmoid(-k.beta * r)) / 2,
+    "bco_pair": lambda c, r, k: -F.logsigmoid(k.beta * c) - F.logsigmoid(-k.beta * r),
+    "sppo_hard": lambda c, r, k: (c - 0.5 / k.beta).square() + (r + 0.5 / k.beta).square(),
+    "apo_zero": lambda c, r, k: torch.sigmoid(-k.beta * c) + torch.sigmoid(k.beta * r),
+    "apo_down": lambda c, r, k: torch.sigmoid(k.beta * c) + torch.sigmoid(k.beta * (r - c)),
+    "discopop": lambda c, r, k: _discopop(k.beta * (c - r), k.discopop_tau),
+    "aot_unpaired": lambda c, r, k: _smoothed(k.beta * (c.sort().values - r.sort().values), k.label_smoothing),
+    "simpo": lambda c, r, k: _smoothed(k.beta * (c - r) - k.simpo_gamma, k.label_smoothing),
+    "orpo": lambda c, r, k: -k.beta * F.logsigmoid(_log_odds(c) - _log_odds(r)),
+}
+PAIR_LOSSES |= {
+    "sigmoid_norm": PAIR_LOSSES["sigmoid"], "cpo": PAIR_LOSSES["sigmoid"],
     # Gets the policy's and the reference's margins, in place of the two answers' scores.
-    "aot": _aot_unpaired,
-    "cpo": _sigmoid, "simpo": _simpo, "orpo": _orpo,
+    "aot": PAIR_LOSSES["aot_unpaired"],
 }  # fmt: skip
 #: The losses that compare means over tokens.
 NORMALISED = frozenset({"ipo", "sigmoid_norm", "simpo", "orpo"})

@@ -30,7 +30,7 @@ from datamodules.language.rewards import (
     think_answer_format,
 )
 from datamodules.language.tasks import make_task
-from rl_modules import GRPO
+from rl_modules import GRPO, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import fit
@@ -206,6 +206,61 @@ def test_soft_overlong_penalty_by_hand_and_against_trl():
 
 def records(n, **columns):
     return [{"prompt": f"p{i}", **{name: values[i] for name, values in columns.items()}} for i in range(n)]
+
+
+def test_repetition_penalty_by_hand_and_against_trl():
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1], [7]]
+    func = load_reward_func({"repetition_penalty": {"ngram_size": 2}})
+    found = RewardFunctions([func])([{"prompt": "p"}] * 4, ["x"] * 4, ids)[:, 0].tolist()
+    assert found == [0.0, -0.75, -0.5, 0.0]
+    rewards = pytest.importorskip("trl.rewards")
+    assert found == rewards.get_repetition_penalty_reward(2)(ids)
+    with pytest.raises(UsageError, match="ngram_size=0 must be at least 1"):
+        load_reward_func({"repetition_penalty": {"ngram_size": 0}})
+
+
+def test_cosine_length_by_hand_and_against_trl():
+    func = load_reward_func({"cosine_length": {"max_len": 100, "reward": "exact_answer"}})
+    ids = [[1] * n for n in (0, 50, 100, 300, 50, 0, 5)]
+    records = [{"prompt": "p", "answer": answer} for answer in [*"aaaa", "b", "b", None]]
+    found = RewardFunctions([func])(records, ["a"] * 7, ids)[:, 0].tolist()
+    assert found[:6] == pytest.approx([1.0, 0.75, 0.5, 0.5, -0.75, -1.0]) and math.isnan(found[6])
+    rewards = pytest.importorskip("trl.rewards")
+    chats = [[{"role": "assistant", "content": f"\\boxed{{{x}}}"}] for x in "112"]
+    theirs = rewards.get_cosine_scaled_reward(max_len=40)(chats, ["$1$"] * 3, [[1] * n for n in (3, 39, 17)])
+    ours = load_reward_func({"cosine_length": {"max_len": 40}})
+    columns = {"completion_ids": [[1] * n for n in (3, 39, 17)], "answer": ["$1$"] * 3}
+    assert ours(prompts=["p"] * 3, completions=chats, **columns) == pytest.approx(theirs)
+
+
+def test_only_what_follows_the_thought_is_judged():
+    func = load_reward_func({"outside_thought": {"reward": "exact_answer"}})
+    texts = ["<think>4</think> 5", "4</think>5</think>4", "4", "<think>5</think>4"]
+    records = [{"prompt": "p", "answer": "4"}] * 3 + [{"prompt": [{"role": "user", "content": "p"}], "answer": "4"}]
+    rewards = RewardFunctions([func])
+    assert rewards(records, texts)[:, 0].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert rewards.names == ["outside_thought.exact_answer"]
+
+
+def test_reward_models_are_reward_functions(tmp_path):
+    """Several of them, each with the scores of its own `RewardModel.score`."""
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2}  # fmt: skip
+    prompts, texts, expected = ["1+1=", "a"], ["2", "longer"], []
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        module = RewardModel(model_config=tiny)
+        module.configure_model()
+        with torch.no_grad():
+            module.model.score.weight.normal_()
+            module.reward_offset.fill_(0.5)
+            expected.append(module.score(prompts, texts))
+        module.export(tmp_path / name)
+    funcs = [load_reward_func({"reward_model": {"path": str(tmp_path / n), "name": n}}) for n in ("first", "second")]
+    rewards = RewardFunctions(funcs)
+    found = rewards([{"prompt": prompt} for prompt in prompts], texts)
+    torch.testing.assert_close(found, torch.stack(expected, 1))
+    assert rewards.names == ["first", "second"] and not torch.equal(found[:, 0], found[:, 1])
 
 
 def test_trls_functions_plug_in_by_import_path():
