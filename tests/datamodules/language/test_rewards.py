@@ -253,7 +253,7 @@ def test_reward_models_are_reward_functions(tmp_path):
         module.configure_model()
         with torch.no_grad():
             module.model.score.weight.normal_()
-            module.reward_offset.fill_(0.5)
+            module.reward_offset = 0.5
             expected.append(module.score(prompts, texts))
         module.export(tmp_path / name)
     funcs = [load_reward_func({"reward_model": {"path": str(tmp_path / n), "name": n}}) for n in ("first", "second")]
