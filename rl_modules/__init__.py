@@ -12,6 +12,7 @@ _EXPORTS = {
     "DDPG": "rl_modules.td3",
     "DPO": "rl_modules.language.dpo",
     "DQN": "rl_modules.dqn",
+    "Distillation": "rl_modules.language.distillation",
     "GRPO": "rl_modules.language.grpo",
     "KTO": "rl_modules.language.kto",
     "REINFORCE": "rl_modules.reinforce",
@@ -55,6 +56,7 @@ __all__ = [
     "TQC",
     "TRPO",
     "CrossQ",
+    "Distillation",
     "MonteCarlo",
     "QLearning",
     "RecurrentA2C",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from rl_modules.c51 import C51
     from rl_modules.crossq import CrossQ
     from rl_modules.dqn import DQN
+    from rl_modules.language.distillation import Distillation
     from rl_modules.language.dpo import DPO
     from rl_modules.language.grpo import GRPO
     from rl_modules.language.kto import KTO

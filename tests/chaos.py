@@ -136,6 +136,15 @@ CASES: dict[str, list[str]] = {
                    "--data.num_generations=4", "--data.async_generations=1", "--trainer.max_steps=48"],
     "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.entropy_coef=0.01", "--trainer.max_steps=48"],
+    "grpo-filters": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
+                     "--data.num_generations=4", "--model.top_p=0.8", "--data.num_iterations=2",
+                     "--trainer.max_steps=48"],
+    "distillation": ["--model=Distillation", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=8",
+                     "--data.num_generations=1", "--data.ptx_batch_size=4", "--model.lmbda=0.5", "--model.beta=0.5",
+                     "--trainer.max_steps=48"],
+    "distillation-gradient": ["--model=Distillation", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=8",
+                              "--data.num_generations=1", "--model.distillation_objective=policy_gradient",
+                              "--data.num_iterations=2", "--trainer.max_steps=48"],
     "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],
     "rlhf-ppo-verifiers": ["--model=RLHFPPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=8",
                            "--data.num_generations=1", "--model.beta=0.01", "--trainer.max_steps=48"],
@@ -144,12 +153,13 @@ CASES: dict[str, list[str]] = {
 
 def with_models(case: str, folder: Path) -> list[str]:
     """A case's arguments; where it starts from models, those are made in ``folder``."""
-    if case != "rlhf-ppo":
-        return CASES[case]
     from rl_modules import SFT, RewardModel
 
+    models = {"rlhf-ppo": ((SFT, "model_name_or_path"), (RewardModel, "reward_model_name_or_path"))}
+    if case.startswith("distillation"):
+        models[case] = ((SFT, "teacher_model_name_or_path"),)  # type: ignore[assignment]
     arguments = []
-    for cls, name in ((SFT, "model_name_or_path"), (RewardModel, "reward_model_name_or_path")):
+    for cls, name in models.get(case, ()):
         if not (folder / name).exists():
             model = cls(model_config=json.loads(TINY))
             model.configure_model()

@@ -141,6 +141,12 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "entropy and KL": ["train/entropy", "train/kl"],
         "length": ["train/completions/mean_length", "train/completions/max_length"],
     },
+    "Distillation": {
+        "distance to the teacher": ["train/reverse_kl", "eval/reverse_kl"],
+        "correct": ["eval/pass@1"],
+        "loss": ["train/loss", "eval/loss"],
+        "length": ["train/completions/mean_length"],
+    },
     "RLHFPPO": {
         "score": ["train/objective/scores", "eval/scores"],
         "KL": ["train/objective/kl", "eval/kl"],

@@ -23,10 +23,13 @@ def check_pairing(module: Any, data: Any) -> None:
     """Refuses a datamodule that does not fit the module. Classes that state no kind are not checked."""
     wanted = getattr(getattr(module, "experience", None), "kind", None) or getattr(module, "learns_from", None)
     made = getattr(data, "kind", None)
-    if wanted is None or made is None or wanted == made:
+    kinds = (wanted,) if isinstance(wanted, str) else wanted or ()
+    if not kinds or made is None or made in kinds:
         return
-    fitting = DATAMODULES.get(wanted, f"a datamodule of kind {wanted!r}")
-    raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(data).__name__} makes {made}; use {fitting}")
+    fitting = " or ".join(DATAMODULES.get(kind, f"a datamodule of kind {kind!r}") for kind in kinds)
+    raise UsageError(
+        f"{type(module).__name__} learns from {' or '.join(kinds)}, {type(data).__name__} makes {made}; use {fitting}"
+    )
 
 
 def check_source(module: Any, source: Any, fitting: bool) -> None:
@@ -52,7 +55,8 @@ def require_tokens(module: Any, batch: Any) -> None:
     """
     stage = module.trainer.state.stage.dataloader_prefix  # train, val, test or predict
     step = {"train": "training_step", "val": "validation_step", "test": "test_step"}.get(stage, "predict_step")
-    fitting = DATAMODULES.get(getattr(module, "learns_from", ""))
+    kind = getattr(module, "learns_from", "")
+    fitting = DATAMODULES.get(kind if isinstance(kind, str) else kind[0])
     if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
         return
     came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

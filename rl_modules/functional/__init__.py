@@ -23,6 +23,9 @@ _EXPORTS = {
     "finite_horizon_value_iteration": "rl_modules.functional.dynamic_programming",
     "gae": "rl_modules.functional.returns",
     "group_advantages": "rl_modules.functional.groups",
+    "distillation_advantage": "rl_modules.functional.distillation",
+    "generalized_jsd": "rl_modules.functional.distillation",
+    "with_tail": "rl_modules.functional.distillation",
     "grpo_loss": "rl_modules.functional.grpo",
     "importance_weights": "rl_modules.functional.importance",
     "kl_estimate": "rl_modules.functional.kl",
@@ -64,12 +67,14 @@ __all__ = [
     "conjugate_gradient",
     "cons_at_k",
     "discounted_returns",
+    "distillation_advantage",
     "dpo_loss",
     "dqn_target",
     "explained_variance",
     "finite_horizon_evaluation",
     "finite_horizon_value_iteration",
     "gae",
+    "generalized_jsd",
     "group_advantages",
     "grpo_loss",
     "importance_weights",
@@ -98,6 +103,7 @@ __all__ = [
     "token_log_probs",
     "value_iteration",
     "value_loss",
+    "with_tail",
 ]
 
 if TYPE_CHECKING:
@@ -107,6 +113,7 @@ if TYPE_CHECKING:
         odds_ratio_loss,
         simpo_loss,
     )
+    from rl_modules.functional.distillation import distillation_advantage, generalized_jsd, with_tail
     from rl_modules.functional.distributional import (
         categorical_projection,
         quantile_huber_loss,

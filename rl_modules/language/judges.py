@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
 from rl_modules.language.lora import check_switched_off
@@ -27,8 +29,8 @@ def build_judges(policy: Any, config: Any) -> None:
         policy.reward_model = _described(policy, "reward_config", "score", tokenizer)
     if described:
         _build_described_reference(policy, config)
-    elif policy.wants_reference and hp.ref_model_name_or_path is not None:
-        policy.reference = frozen(_read_reference(policy, hp.ref_model_name_or_path))
+    elif policy.wants_reference and hp[policy.reference_argument] is not None:
+        policy.reference = frozen(_read_reference(policy, hp[policy.reference_argument]))
     elif policy.wants_reference and hp.lora is None:
         policy.reference = frozen(copy.deepcopy(policy.model))
     elif policy.wants_reference and not next(policy.model.parameters()).is_meta:
@@ -48,7 +50,7 @@ def frozen(model: Any) -> Any:
 
 def _build_described_reference(policy: Any, config: Any) -> None:
     hp, source = policy.hparams, policy.frozen_source("reference.")
-    if source is not None and hp.ref_model_name_or_path is not None:
+    if source is not None and hp[policy.reference_argument] is not None:
         policy.reference = frozen(_read_reference(policy, source))
     elif source is not None:
         policy.reference = frozen(make_model(config, source, "causal", hp.torch_dtype, hp.attn_implementation))
@@ -88,12 +90,31 @@ def _read_reward_model(policy: Any, path: str) -> Any:
 
 
 def _read_reference(policy: Any, path: str) -> Any:
-    hp = policy.hparams
+    hp, argument = policy.hparams, policy.reference_argument
     try:
-        tokenizer = load_tokenizer(path)
-        config = make_config(path, None, tokenizer, policy.dropout)
-        model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
+        if str(path).endswith(".ckpt"):
+            model, tokenizer = _causal_model_of(path, hp)
+        else:
+            tokenizer = load_tokenizer(path)
+            config = make_config(path, None, tokenizer, policy.dropout)
+            model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
     except UsageError as error:
-        raise UsageError(f"ref_model_name_or_path={path!r} is no reference: {error}") from error
-    check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, policy.tokenizer)
+        raise UsageError(f"{argument}={path!r} is no reference: {error}") from error
+    check_same_tokens(f"{argument}={path!r}", tokenizer, policy.tokenizer)
     return model
+
+
+def _causal_model_of(path: str, hp: Any) -> tuple[Any, Any]:
+    """The model that a checkpoint's run trained, and its tokenizer."""
+    saved = read_checkpoint(path, None)
+    settings = settings_of(saved)
+    described = settings.get("description")
+    if described is None or settings.get("lora") is not None or saved.get("algorithm") == "RewardModel":
+        raise UsageError("the checkpoint holds no whole language model; give the directory that `rl export` writes")
+    tokenizer = tokenizer_from_dict(described["tokenizer"])
+    config = make_config(None, described["config"], tokenizer, False)
+    model = make_model(config, None, "causal", hp.torch_dtype, hp.attn_implementation)
+    weights = {name.removeprefix("model."): weight for name, weight in saved["state_dict"].items()}
+    own = model.state_dict()
+    model.load_state_dict({name: weights[name] for name in own})
+    return model, tokenizer

@@ -1,5 +1,6 @@
 """Log-probabilities of tokens from the logits of the places that predict them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,21 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
 
     with chosen_places(model, place):
         return model(**inputs).logits
+
+
+def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
+    """Returns a function from a slice of the places to their logits, [1, n, V], and how many places to ask for at once.
+
+    Arguments as for :func:`logits_at`. Large logits are computed when they are asked for, also in a backward pass.
+    """
+    if is_large(len(place), model):
+        from rl_modules.language.fast.tiled_head import can_tile, tiles_at
+        from rl_modules.language.models import is_sharded
+
+        if not is_sharded(model) and can_tile(model):
+            return tiles_at(model, place, **inputs)
+    logits = logits_at(model, place, **inputs)
+    return lambda part: logits[:, part], len(place)
 
 
 def log_probs_at(

@@ -52,6 +52,8 @@ class PolicyWithReference(LanguagePolicy):
 
     #: Mean score of demonstrations, which is subtracted from rewards.
     reward_offset: Tensor
+    #: The argument that names the reference's directory.
+    reference_argument = "ref_model_name_or_path"
     #: Rows per forward pass without gradient.
     forward_rows: int
     reward_weights: list[float] | None = setting(
@@ -134,7 +136,8 @@ class PolicyWithReference(LanguagePolicy):
         if self.reward_model is not None:
             arguments["reward_model."] = "reward_model_name_or_path"
         if self.reference is not None and self.reference_is_frozen:
-            name = "ref_model_name_or_path" if hp.ref_model_name_or_path is not None else "model_name_or_path"
+            own = self.reference_argument
+            name = own if hp[own] is not None else "model_name_or_path"
             if hp[name] is not None:  # else a copy of new weights
                 arguments["reference."] = name
         return arguments

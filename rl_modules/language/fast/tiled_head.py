@@ -233,6 +233,23 @@ def tiled_at(
     return TokenStatistics(log_prob + nothing, None if spread is None else spread + nothing, likeliest)
 
 
+def tiles_at(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
+    """:func:`~rl_modules.language.logits.logits_by_tiles` of a model that :func:`can_tile`."""
+    states: list[Tensor] = []
+
+    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(arguments[0])
+        return (arguments[0][:, :1], *arguments[1:])
+
+    head, tail = model.get_output_embeddings(), _tails[model]
+    with ExitStack() as hooks:
+        hooks.enter_context(hooked(model, place, last_mlp(model)))
+        hooks.callback(head.register_forward_pre_hook(keep).remove)
+        model(**{"use_cache": False, **inputs})
+    size = TILE["cpu" if states[0].is_cpu else "accelerator"] // text_config(model.config).vocab_size
+    return lambda part: tail(head(states[0][:, part])), max(1, size)
+
+
 def can_tile(model: Any) -> bool:
     """Returns whether the output layer can be run by itself and the model's processing of its output is known."""
     return agrees(

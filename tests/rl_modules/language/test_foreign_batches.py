@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rl_modules import DPO, GRPO, KTO, RLOO, SFT, RewardModel
+from rl_modules import DPO, GRPO, KTO, RLOO, SFT, Distillation, RewardModel
 from rl_modules.common.errors import UsageError
 from tests.rl_modules.language.test_contract import TINY
 from tests.training import fit
@@ -27,12 +27,13 @@ class Foreign(L.LightningDataModule):
 @pytest.mark.parametrize(
     ("cls", "fitting"),
     [(SFT, "Instruction"), (RewardModel, "Preference"), (DPO, "Preference"), (KTO, "Preference"), (GRPO, "Prompt"),
-     (RLOO, "Prompt")],
+     (RLOO, "Prompt"), (Distillation, "Prompt")],
 )  # fmt: skip
 def test_a_loader_of_token_ids_is_answered_with_the_datamodule_that_fits(cls, fitting):
     said = f"{cls.__name__} reads batches that have tokens, and got a Tensor: .*datamodule={fitting}DataModule"
+    teacher = {"lora": {"r": 2, "target_modules": "all-linear"}} if cls is Distillation else {}
     with pytest.raises(UsageError, match=said):
-        fit(cls(model_config=TINY), Foreign(TOKENS), max_steps=1, limit_val_batches=0)
+        fit(cls(model_config=TINY, **teacher), Foreign(TOKENS), max_steps=1, limit_val_batches=0)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, Distillation, RewardModel
 from tests.rl_modules.language.test_run_state import TINY, Curves, fit
 
 LANGUAGE = Path(__file__).parents[3].joinpath("docs/metrics.md").read_text("utf-8").split("\n# Language")[1]
@@ -30,6 +30,14 @@ RUNS: dict[str, Callable[[], tuple[Any, Any]]] = {
                      PromptDataModule("addition", **PROMPTS, dynamic_sampling=1, num_iterations=2)),
     "GRPO, CISPO": lambda: (GRPO(**POLICY, loss_type="cispo", epsilon_high=5.0),
                             PromptDataModule("addition", **PROMPTS)),
+    "Distillation": lambda: (Distillation(**POLICY, beta=0.5, lmbda=0.5, lora={"r": 2, "target_modules": "all-linear"}),
+                             PromptDataModule("addition", **PROMPTS, ptx_batch_size=4)),
+    "Distillation, demonstrations": lambda: (
+        Distillation(**POLICY, lora={"r": 2, "target_modules": "all-linear"}),
+        InstructionDataModule("addition", batch_size=8, n_train=24, **HELD_OUT)),
+    "Distillation, policy gradient": lambda: (
+        Distillation(**POLICY, distillation_objective="policy_gradient", lora={"r": 2, "target_modules": "all-linear"}),
+        PromptDataModule("addition", **PROMPTS)),
     "RLOO": lambda: (RLOO(**POLICY, beta=0.1), PromptDataModule("addition", **PROMPTS)),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, Distillation, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import begins_unchanged
 from rl_modules.language.tokenizer import character_tokenizer
@@ -105,6 +105,7 @@ WITH_REFERENCE = {
     "GRPO": lambda **a: GRPO(beta=0.1, **a),
     "RLOO": lambda **a: RLOO(beta=0.1, **a),
     "RLHFPPO": lambda **a: RLHFPPO(beta=0.1, **a),
+    "Distillation": lambda **a: Distillation(**a),
 }
 WITHOUT_REFERENCE = {
     "SFT": lambda **a: SFT(**a),

@@ -1,0 +1,279 @@
+"""Distillation: a student learns a teacher's distribution of each token, on its own completions or on given ones."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import fixed, setting
+from rl_modules.language.architecture import text_config
+from rl_modules.language.completion_metrics import length_metrics, moments
+from rl_modules.language.contract import CompletionLearner, PackingLearner
+from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
+from rl_modules.language.logits import logits_by_tiles
+from rl_modules.language.models import check_folder
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
+from rl_modules.language.sampling.support import Filter
+from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, written_mask
+
+
+def whole_objective(module: Any) -> str | None:
+    """The reason why an argument of the policy gradient is idle."""
+    by_gradient = module.distillation_objective == "policy_gradient"
+    return None if by_gradient else "without distillation_objective='policy_gradient'; set that"
+
+
+def without_top_k(module: Any) -> str | None:
+    """The reason why ``loss_add_tail`` is idle."""
+    return None if module.loss_top_k else "without loss_top_k; set that"
+
+
+class Distillation(PolicyWithReference):
+    """Distillation of a teacher p into the policy q, the student, token by token.
+
+    Agarwal et al. 2024, arXiv:2306.13649 (GKD). Per optimizer step, over its N tokens that count,
+
+        L = 1/N Σ_t D(p(·|x, y_<t), q(·|x, y_<t))
+
+    with D by ``beta``: forward KL(p ‖ q) at 0, reverse KL(q ‖ p) at 1, the generalized Jensen–Shannon divergence else.
+    With ``PromptDataModule`` y are the student's completions (on-policy), through whose sampling no gradient flows;
+    with ``InstructionDataModule`` y are demonstrations (off-policy). ``PromptDataModule(ptx_batch_size=…)`` has both,
+    weighted ``lmbda`` and 1 - ``lmbda``, where GKD chooses one of them at random with these probabilities.
+
+    ``distillation_objective: policy_gradient`` maximises the teacher's log-ratio log p(y_t) - log q(y_t), a reward per
+    token, by the clipped policy gradient. Its expected gradient on-policy is that of the reverse KL, from the sampled
+    tokens' probabilities alone.
+
+    Names and defaults are those of TRL 1.16's ``DistillationTrainer`` and, for ``lmbda`` and ``loss_top_k``, of its
+    relatives. Departure from it: ``gradient_checkpointing`` is off by default (TRL: on).
+    """
+
+    teacher_model_name_or_path: str | None = setting(
+        None, "the teacher: an exported directory, a hub name, or a language algorithm's checkpoint (``.ckpt``), with "
+        "the student's tokenizer. None: under ``lora`` the model without adapters", check=check_folder)  # fmt: skip
+    beta: float = setting(1.0, "β, the divergence: 0 forward KL, 1 reverse KL, between them the generalized "
+                          "Jensen–Shannon divergence", least=0, most=1)  # fmt: skip
+    lmbda: float = setting(
+        1.0, "λ, weight of the student's completions where a step also has demonstrations, whose weight is 1 - λ",
+        least=0, most=1)  # fmt: skip
+    loss_top_k: int = setting(0, "compare the teacher's k likeliest tokens only; 0: the whole vocabulary", least=0)
+    loss_add_tail: bool = setting(
+        True, "the probability of all other tokens counts as one more token; false: the k tokens' probabilities are "
+        "divided by their sum", idle=without_top_k)  # fmt: skip
+    distillation_objective: str = setting(
+        "jsd", "``jsd``: the divergence of ``beta`` between distributions; ``policy_gradient``: the teacher's log-"
+        "ratio of each sampled token as its reward", one_of=("jsd", "policy_gradient"))  # fmt: skip
+    epsilon: float = setting(
+        0.2, "ε, how far the ratio to the policy that sampled may move from 1", least=0,
+        idle=whole_objective)  # fmt: skip
+    max_completion_length = 512
+    learning_rate = 1e-6
+    ref_model_name_or_path = fixed(None, instead="teacher_model_name_or_path names the teacher")
+    reward_model_name_or_path = fixed(None, instead="the teacher gives the reward")
+    sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps = fixed(False), fixed(), fixed()
+
+    reference_argument = "teacher_model_name_or_path"
+    learns_from = ("prompts", "demonstrations")
+    reads_demonstrations = True
+    learning_curve = "train/loss"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hp: Any = self.hparams
+        if hp.teacher_model_name_or_path is None and hp.lora is None:
+            raise UsageError("teacher_model_name_or_path=None leaves no teacher without lora, whose base it would be; "
+                             "give a directory, hub name or checkpoint")  # fmt: skip
+
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        shown = getattr(data, "ptx_batch_size", None)
+        if stage == "fit" and shown is not None and (shown > 0) != (self.lmbda < 1):
+            raise UsageError(f"lmbda={self.lmbda} with ptx_batch_size={shown}: demonstrations have the weight 1 - "
+                             "lmbda; set lmbda below 1 and ptx_batch_size above 0, or neither")  # fmt: skip
+        if stage == "fit" and shown is None and self.distillation_objective == "policy_gradient":
+            raise UsageError("distillation_objective='policy_gradient' needs the student's completions; take "
+                             "PromptDataModule")  # fmt: skip
+
+    @property
+    def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
+        """The accuracy on held-out prompts or, without a reward function, the loss or the distance to the teacher."""
+        data = getattr(self._trainer, "datamodule", None)
+        if len(getattr(data, "rewards", ())) > 0:
+            return ("eval/pass@1", "max")
+        return ("eval/loss" if getattr(data, "kind", "") == "demonstrations" else "eval/reverse_kl", "min")
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether student and teacher keep several texts in a row apart."""
+        with self.reference_model() as teacher:
+            return can_pack_texts(self.model) and can_pack_texts(teacher)
+
+    # ---------------------------------------------------------------- the divergence
+
+    def divergence(self, place: Tensor, beta: float, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Returns D, and the reverse KL without gradient, of the distributions at places of a batch, [m] each, in nats.
+
+        Args:
+            place: ``row * width + column`` of the tokens that predict the compared ones, [m].
+            beta: β.
+            inputs: of both models: ``input_ids`` [rows, width] …
+        """
+        ours, size = logits_by_tiles(self.model, place, **inputs)
+        with torch.no_grad(), self.reference_model() as teacher:
+            theirs, other_size = logits_by_tiles(teacher, place, **inputs)
+            words = min(text_config(model.config).vocab_size for model in (self.model, teacher))
+        size = min(size, other_size)
+
+        def of(part: slice) -> Tensor:
+            with torch.no_grad(), self.reference_model():
+                log_p = (theirs(part)[..., :words].float() / self.temperature).log_softmax(-1)
+            # Models with one tokenizer may have vocabularies that are padded to different sizes.
+            log_q = (ours(part)[..., :words].float() / self.temperature).log_softmax(-1)
+            return torch.stack(self.token_divergence(log_q, log_p, beta))
+
+        if size >= len(place):
+            found = of(slice(0, len(place)))
+        else:
+            parts = [slice(first, first + size) for first in range(0, len(place), size)]
+            found = torch.cat([checkpoint(of, part, use_reentrant=False) for part in parts], -1)
+        return found[0, 0], found[1, 0].detach()
+
+    def token_divergence(self, log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        """Returns D of each token's distributions, and their reverse KL, from log-probabilities [..., V]."""
+        with torch.no_grad():
+            reverse = F.generalized_jsd(log_q, log_p, 1.0)
+        if self.loss_top_k and self.loss_top_k < log_p.shape[-1]:
+            likeliest = log_p.topk(self.loss_top_k).indices
+            log_q, log_p = log_q.gather(-1, likeliest), log_p.gather(-1, likeliest)
+            if self.loss_add_tail:
+                log_q, log_p = F.with_tail(log_q), F.with_tail(log_p)
+            else:
+                log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
+        return F.generalized_jsd(log_q, log_p, beta), reverse
+
+    def divergence_of_completions(self, batch: dict[str, Any], mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        """:meth:`divergence` of the completion tokens under a mask [b, L]."""
+        row, column = mask.nonzero(as_tuple=True)
+        tokens = batch["tokens"]
+        return self.divergence(row * tokens.shape[1] + batch["prompt_length"][row] + column - 1, beta, input_ids=tokens)
+
+    # ---------------------------------------------------------------- experience
+
+    def rewards(self, rollout: Rollout) -> Tensor:
+        """Returns the weighted sum of the reward functions, for the curves, [B]; 0 without any."""
+        if not rollout["reward_names"]:
+            return torch.zeros(len(rollout["length"]), dtype=torch.float32, device=self.device)
+        return self.combined_rewards(rollout)
+
+    def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Returns the fields that :meth:`training_step` reads: tokens [B, T], prompt_length and length [B], mask
+        [B, L]; for the policy gradient also log_prob, advantage and what filters kept.
+        """
+        mask = written_mask(rollout)
+        names = ("tokens", "prompt_length", "length", "log_prob", "kept", "kept_count")
+        fields = {**{name: rollout[name] for name in names if name in rollout}, "mask": mask}
+        if self.distillation_objective == "policy_gradient":
+            passes = self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
+            fields["log_prob"] = passes["log_prob"]
+            fields["advantage"] = F.distillation_advantage(passes["log_prob"], passes["teacher_log_prob"], mask)
+            self.record(mask.sum(), reverse_kl=-F.masked_mean(fields["advantage"], mask))
+        self.record_generation(rollout)
+        return fields
+
+    def evaluate_completions(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    ) -> dict[str, Tensor]:
+        """Returns log q and log p of the completions' tokens, [b, L] each."""
+        text = (tokens, prompt_length, length)
+        log_prob, _ = completion_log_probs(self.model, *text, self.temperature, filtered=filtered)
+        return {"log_prob": log_prob, "teacher_log_prob": self.reference_log_probs_of(*text, filtered)}
+
+    # ---------------------------------------------------------------- one minibatch
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if "counted" in batch:
+            self.num_tokens += batch["num_tokens"]
+            loss = self.demonstration_loss(batch["tokens"], batch["counted"], batch["step_tokens"], batch)
+        else:
+            share = batch["n_micro"] / batch["step_tokens"].clamp(min=1)
+            loss = self.lmbda * share * self.completion_loss(batch)
+            if self.lmbda < 1:
+                tokens, counted = batch["ptx_tokens"], batch["ptx_counted"]
+                shown = {"n_micro": batch["n_micro"]}
+                demonstrated = self.demonstration_loss(tokens, counted, batch["ptx_step_tokens"], shown)
+                loss = loss + (1 - self.lmbda) * demonstrated
+        self.record(loss=loss.detach())
+        return loss
+
+    def completion_loss(self, batch: dict[str, Any]) -> Tensor:
+        """Returns the sum over this micro-batch's tokens of the loss on the student's completions."""
+        mask = batch["mask"]
+        if self.distillation_objective == "jsd":
+            divergence, reverse = self.divergence_of_completions(batch, mask, self.beta)
+            self.record(mask.sum(), reverse_kl=reverse.sum() / mask.sum().clamp(min=1))
+            return divergence.sum()
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        log_prob, _ = completion_log_probs(
+            self.model, *text, self.temperature, extent=extent_in(batch), filtered=self.filter_of(batch)
+        )
+        old = log_prob.detach() if batch["on_policy"] else batch["log_prob"]
+        return F.grpo_loss(log_prob, old, batch["advantage"], mask, epsilon=self.epsilon, loss_type="dapo",
+                           num_items_in_batch=1)  # fmt: skip
+
+    def demonstration_loss(self, tokens: Tensor, counted: Tensor, total: Any, batch: dict[str, Any]) -> Tensor:
+        """Returns this micro-batch's part of the mean divergence on demonstrations, times the number of micro-batches.
+
+        Args:
+            tokens: [rows, width].
+            counted: places of the counted tokens in the flattened tokens, [m].
+            total: of those tokens in the optimizer step.
+            batch: ``n_micro``, and ``position_ids`` where rows are packed.
+        """
+        divergence, reverse = self.divergence(counted - 1, self.beta, **self.inputs_of(tokens, batch))
+        self.record(len(counted), reverse_kl=reverse.mean())
+        return divergence.sum() * batch["n_micro"] / total
+
+    def inputs_of(self, tokens: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the inputs of the models for demonstrations, packed or padded."""
+        if "position_ids" in batch:
+            return packed_inputs(self.model, tokens, batch["position_ids"])
+        return {"input_ids": tokens}
+
+    # ---------------------------------------------------------------- evaluation, diagnostics
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Evaluates completions of held-out prompts and the divergence on held-out demonstrations."""
+        if "texts" in batch:
+            self.log_completions(batch, batch_idx)
+            return
+        divergence, reverse = self.divergence(batch["counted"] - 1, self.beta, **self.inputs_of(batch["tokens"], batch))
+        self.log_evaluation({"eval/loss": divergence.mean(), "eval/reverse_kl": reverse.mean()}, len(divergence))
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Logs evaluation metrics, with the reverse KL to the teacher on held-out completions per token."""
+        super().log_completions(batch, batch_idx)
+        _, reverse = self.divergence_of_completions(batch, completion_mask(batch["length"]), 1.0)
+        self.log_evaluation({"eval/reverse_kl": reverse.mean()}, len(reverse))
+
+    def record_generation(self, rollout: Rollout) -> None:
+        """Records rewards and lengths of a generation, over all ranks."""
+        reward, length, finished = self.record_completions(rollout, rollout["reward"])
+        self.record(**length_metrics(length, finished))
+        if rollout["reward_names"]:
+            n, mean, std = moments(reward)
+            self.record((n > 0).float(), reward=mean, reward_std=std)
+        if self.table_is_due():
+            self.write_completions(rollout)
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: Distillation) -> tuple[CompletionLearner, PackingLearner]:
+        return module, module  # mypy compares them

@@ -1,0 +1,262 @@
+"""Distillation through its module: losses by hand, both datamodules, every kind of teacher, exact resume, bad input."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import InstructionDataModule, PromptDataModule
+from rl_modules import SFT, Distillation
+from rl_modules.common.errors import UsageError
+from rl_modules.language import logits
+from rl_modules.language.fast import tiled_head
+from tests.rl_modules.language.test_grpo import TINY, small_tokenizer
+from tests.training import assert_equal_checkpoints, fit
+
+LARGER = {**TINY, "hidden_size": 24, "num_hidden_layers": 2}
+Parts = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A larger model of sharper distributions."""
+    module = SFT(model_config=LARGER, learning_rate=1e-2)
+    fit(module, InstructionDataModule("addition", batch_size=8, n_train=8, n_eval=0), max_steps=5)
+    with torch.no_grad():
+        module.model.get_output_embeddings().weight.mul_(6)
+    return str(module.export(tmp_path_factory.mktemp("teacher") / "model"))
+
+
+def student(teacher: str | None, **arguments: Any) -> Distillation:
+    defaults = {"model_config": TINY, "teacher_model_name_or_path": teacher, "max_completion_length": 5,
+                "learning_rate": 1e-2, "lr_scheduler_type": "constant", "completions_steps": 0,
+                "logging_steps": 1}  # fmt: skip
+    return Distillation(**{**defaults, **arguments})
+
+
+def prompts(**arguments: Any) -> PromptDataModule:
+    return PromptDataModule(
+        "addition", **{"batch_size": 8, "num_generations": 1, "n_train": 16, "n_eval": 4, "eval_steps": 0, **arguments}
+    )
+
+
+class Watched(Distillation):
+    """Keeps batches, losses and gradients of the first steps."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen = [*getattr(self, "seen", []), (batch, loss.detach().clone())]
+        return loss
+
+
+def watched(teacher: str | None, **arguments: Any) -> Watched:
+    return Watched(**dict(student(teacher, **arguments).hparams) | {"description": None})
+
+
+def distributions(module: Any, batch: dict[str, Any], temperature: float = 1.0) -> list[Parts]:
+    """log q and log p of each counted token of a generation, by a pass for each row."""
+    found = []
+    for row in range(len(batch["tokens"])):
+        begin, n = int(batch["prompt_length"][row]), int(batch["length"][row])
+        text = batch["tokens"][row : row + 1, : begin + n]
+        found.append(tuple(
+            (model(input_ids=text).logits[0, begin - 1 : -1] / temperature).log_softmax(-1)
+            for model in (module.model, module.reference)
+        ))  # fmt: skip
+    return found  # type: ignore[return-value]
+
+
+def by_hand(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> torch.Tensor:
+    q, p = log_q.exp(), log_p.exp()
+    m = beta * p + (1 - beta) * q if 0 < beta < 1 else p if beta else q
+    if beta == 0:
+        return (p * (log_p - log_q)).sum(-1)
+    if beta == 1:
+        return (q * (log_q - log_p)).sum(-1)
+    return (beta * p * (log_p - m.log()) + (1 - beta) * q * (log_q - m.log())).sum(-1)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_the_gradient_is_that_of_the_divergence(
+    beta: float, tiled: bool, teacher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the mean over the step's tokens, by one forward pass for each completion, whole or in tiles."""
+    if tiled:
+        monkeypatch.setitem(logits.TILED_ABOVE, "cpu", 0)
+        monkeypatch.setitem(tiled_head.TILE, "cpu", 200)
+    module = watched(teacher, beta=beta, temperature=0.7, learning_rate=0.0, max_grad_norm=None)
+    fit(module, prompts(), max_steps=1)
+    batch, loss = module.seen[0]
+    pairs = distributions(module, batch, 0.7)
+    total = torch.cat([by_hand(log_q, log_p.detach(), beta) for log_q, log_p in pairs])
+    assert len(total) == int(batch["mask"].sum())
+    torch.testing.assert_close(loss, total.mean().detach(), atol=1e-6, rtol=1e-5)
+    parameters = list(module.model.parameters())
+    expected = torch.autograd.grad(total.mean(), parameters)
+    again = torch.autograd.grad(module.completion_loss(batch) / len(total), parameters)
+    for ours, theirs in zip(again, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_the_top_k_with_its_tail_bounds_the_whole(teacher: str) -> None:
+    losses = {}
+    for k, tail in ((0, True), (2, True), (1000, True), (2, False)):
+        options = {"loss_add_tail": tail} if k else {}
+        module = watched(teacher, beta=0.0, learning_rate=0.0, loss_top_k=k, **options)
+        fit(module, prompts(), max_steps=1)
+        losses[k, tail] = float(module.seen[0][1])
+    assert losses[2, True] < losses[0, True] == losses[1000, True]
+    batch = module.seen[0][0]
+    expected = []
+    for log_q, log_p in distributions(module, batch):
+        top = log_p.topk(2).indices
+        q, p = (x.gather(-1, top).exp() for x in (log_q, log_p))
+        q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
+        expected.append((p * (p / q).log()).sum(-1))
+    assert losses[2, False] == pytest.approx(float(torch.cat(expected).mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}])
+def test_the_policy_gradient_has_the_teachers_log_ratio_per_token(filters: dict[str, Any], teacher: str) -> None:
+    module = watched(teacher, distillation_objective="policy_gradient", learning_rate=0.0, **filters)
+    fit(module, prompts(num_iterations=2), max_steps=2)
+    for batch, loss in module.seen:
+        advantage, mask = batch["advantage"], batch["mask"]
+        assert (advantage[~mask] == 0).all()
+        # The ratio is 1, so that the value is that of the mean advantage.
+        assert float(loss) == pytest.approx(-float(advantage[mask].mean()), abs=1e-4)
+    if not filters:
+        for row, (log_q, log_p) in enumerate(distributions(module, batch)):
+            begin, n = int(batch["prompt_length"][row]), int(batch["length"][row])
+            chosen = batch["tokens"][row, begin : begin + n, None]
+            expected = (log_p - log_q).gather(-1, chosen).squeeze(-1)
+            torch.testing.assert_close(advantage[row, :n], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_demonstrations_are_the_other_experience(packing: bool, teacher: str) -> None:
+    data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=8, packing=packing)
+    module = watched(teacher, beta=0.0, learning_rate=0.0)
+    fit(module, data, max_steps=1)
+    batch, loss = module.seen[0]
+    counted, tokens = batch["counted"], batch["tokens"]
+    inputs = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    log_q, log_p = (
+        model(input_ids=tokens, **inputs).logits.flatten(0, 1)[counted - 1].log_softmax(-1)
+        for model in (module.model, module.reference)
+    )
+    assert float(loss) == pytest.approx(float(by_hand(log_q, log_p, 0.0).mean()), abs=1e-5)
+
+
+def test_lmbda_weights_both(teacher: str) -> None:
+    module = watched(teacher, lmbda=0.3, learning_rate=0.0)
+    fit(module, prompts(ptx_batch_size=4), max_steps=1)
+    batch, loss = module.seen[0]
+    alone = module.completion_loss(batch) / batch["step_tokens"]
+    shown, _ = module.divergence(batch["ptx_counted"] - 1, 1.0, input_ids=batch["ptx_tokens"])
+    assert float(loss) == pytest.approx(float(0.3 * alone + 0.7 * shown.mean()), abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["jsd", "policy_gradient"])
+def test_a_student_becomes_an_exact_optimal_teacher(objective: str, tmp_path: Path) -> None:
+    """The teacher is a closed form, the optimal policy of rewards with entropy: a language of two letters, of which it
+    writes `a` with probability .9; the student reaches it, and the curve shows the distance.
+    """
+    tokens = small_tokenizer(tmp_path / "tokens")
+    config = {**TINY, "vocab_size": 3, "max_position_embeddings": 16}
+    source = SFT(model_config=config, tokenizer_name_or_path=tokens)
+    source.configure_model()
+    folder = source.export(tmp_path / "teacher")
+    chances = torch.tensor([0.02, 0.9, 0.08])
+    module = student(str(folder), model_config=config, tokenizer_name_or_path=tokens, learning_rate=1e-1,
+                     distillation_objective=objective, max_completion_length=6)  # fmt: skip
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    data = PromptDataModule(path=str(rows), batch_size=32, num_generations=1, eval_steps=0)
+    teach(module, chances)
+    fit(module, data, max_steps=60)
+    assert float(module.latest_metrics["train/reverse_kl"]) < 0.02
+    with torch.no_grad():
+        found = module.model(input_ids=torch.tensor([[1, 2, 1, 1]])).logits.softmax(-1)
+    torch.testing.assert_close(found[0, -1], chances, atol=0.1, rtol=0)
+
+
+def teach(module: Distillation, chances: torch.Tensor) -> None:
+    """Replaces the teacher's logits by those of fixed probabilities."""
+    original = module.build_model
+
+    def build(config: Any, source: Any) -> None:
+        original(config, source)
+        head = module.reference.get_output_embeddings()
+        head.register_forward_hook(lambda layer, inputs, output: torch.zeros_like(output) + chances.log())
+
+    module.build_model = build  # type: ignore[method-assign]
+
+
+def test_teachers_of_every_kind(teacher: str, tmp_path: Path) -> None:
+    trained = SFT(model_config=LARGER)
+    saved = ModelCheckpoint(tmp_path, save_last=True)
+    fit(trained, InstructionDataModule("addition", batch_size=8, n_train=8, n_eval=0), max_steps=1, callbacks=[saved],
+        enable_checkpointing=True)  # fmt: skip
+    module = student(str(tmp_path / "last.ckpt"))
+    fit(module, prompts(), max_steps=1)
+    for name, weight in trained.model.state_dict().items():
+        assert torch.equal(weight, module.reference.state_dict()[name])
+    of_adapters = student(None, lora={"r": 2, "target_modules": "all-linear"})
+    fit(of_adapters, prompts(), max_steps=1)
+    assert of_adapters.reference is None
+    assert float(of_adapters.latest_metrics["train/reverse_kl"]) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["jsd", "policy_gradient"])
+def test_a_stopped_run_resumes_exactly(objective: str, teacher: str, tmp_path: Path) -> None:
+    def run(name: str, ckpt_path: Any = None, max_steps: int = 5) -> Path:
+        saved = ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        data = prompts(steps_per_generation=2, num_iterations=2)
+        fit(student(teacher, distillation_objective=objective), data, max_steps=max_steps, callbacks=[saved],
+            enable_checkpointing=True, ckpt_path=ckpt_path)  # fmt: skip
+        return tmp_path / name
+
+    whole, part = run("whole"), run("part", max_steps=3)
+    run("resumed", part / "step=3.ckpt")
+    assert_equal_checkpoints(whole / "step=5.ckpt", tmp_path / "resumed" / "step=5.ckpt")
+
+
+def test_evaluations_show_the_distance_to_the_teacher(teacher: str, tmp_path: Path) -> None:
+    module = student(teacher)
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(12)))
+    data = PromptDataModule(path=str(rows), batch_size=4, num_generations=1, eval_path=str(rows), eval_steps=1)
+    fit(module, data, max_steps=1)
+    assert module.best_metric == ("eval/reverse_kl", "min")
+    assert float(module.trainer.callback_metrics["eval/reverse_kl"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda t: student(None), "teacher_model_name_or_path=None leaves no teacher without lora"),
+        (lambda t: student(t, beta=1.5), "beta=1.5 must lie in"),
+        (lambda t: student(t, distillation_objective="kl"), "distillation_objective='kl' must be one of jsd, policy_"),
+        (lambda t: student(t, ref_model_name_or_path="x"), "Distillation sets ref_model_name_or_path itself"),
+    ],
+)
+def test_refused_arguments(make: Any, sentence: str, teacher: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make(teacher)
+
+
+def test_refused_teachers_and_data(teacher: str, tmp_path: Path) -> None:
+    tokens = small_tokenizer(tmp_path / "tokens")
+    with pytest.raises(UsageError, match=r"teacher_model_name_or_path=.* has a tokenizer with \d+ tokens in which id"):
+        fit(student(teacher, model_config={**TINY, "vocab_size": 3}, tokenizer_name_or_path=tokens), prompts(),
+            max_steps=1)  # fmt: skip
+    with pytest.raises(UsageError, match="lmbda=0.5 with ptx_batch_size=0"):
+        fit(student(teacher, lmbda=0.5), prompts(), max_steps=1)
+    data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=0)
+    with pytest.raises(UsageError, match="needs the student's completions; take PromptDataModule"):
+        fit(student(teacher, distillation_objective="policy_gradient"), data, max_steps=1)
