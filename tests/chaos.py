@@ -66,6 +66,18 @@ LANGUAGE = ["--data.task=addition", "--data.n_eval=8", "--data.eval_steps=5", "-
             "--checkpoint.max_share=1", *LOGGED]  # fmt: skip
 PROMPTS = ["--data=PromptDataModule", *LANGUAGE, "--model.max_completion_length=4", "--data.steps_per_generation=2",
            "--data.num_iterations=2"]  # fmt: skip
+#: Dialogues whose environments sleep in a fifth of the rows, within the patience of decoding.
+TURNS = [
+    "--data.environment=tests.datamodules.language.dialogue_cases:Count",
+    "--data.environment_kwargs.slow_s=0.02",
+    "--data.max_turn_tokens=4",
+    "--data.env_patience_s=5",
+    "--model.max_completion_length=40",
+    "--model.reward_to_go=true",
+    "--data.batch_size=16",
+    "--data.num_generations=4",
+    "--trainer.max_steps=48",
+]
 
 CASES: dict[str, list[str]] = {
     "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
@@ -134,6 +146,9 @@ CASES: dict[str, list[str]] = {
                         "--data.curriculum=learnable", '--data.reward_funcs=[{"length_reward": {"target": 3}}]'],
     "grpo-ahead": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
                    "--data.num_generations=4", "--data.async_generations=1", "--trainer.max_steps=48"],
+    "grpo-turns": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS],
+    "grpo-turns-ahead": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS,
+                         "--data.async_generations=1"],
     "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.entropy_coef=0.01", "--trainer.max_steps=48"],
     "grpo-filters": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
@@ -153,6 +168,10 @@ CASES: dict[str, list[str]] = {
 
 def with_models(case: str, folder: Path) -> list[str]:
     """A case's arguments; where it starts from models, those are made in ``folder``."""
+    if "turns" in case:
+        from tests.datamodules.language.dialogue_cases import folder_of_tokenizer
+
+        return [*CASES[case], f"--model.tokenizer_name_or_path={folder_of_tokenizer(folder / 'tokenizer')}"]
     from rl_modules import SFT, RewardModel
 
     models = {"rlhf-ppo": ((SFT, "model_name_or_path"), (RewardModel, "reward_model_name_or_path"))}

@@ -18,6 +18,7 @@ from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
 from rl_modules.language.sampling.correction import truncations_of
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.scoring import tokens_written
 from rl_modules.language.throughput import Stopwatch
 from rl_modules.loggers import adapters
 
@@ -177,7 +178,7 @@ class LanguagePolicy(LanguageModule):
         correct, rewards = batch["correct"], batch["rewards"].float()
         prompts, k = len(batch["answers"]), len(batch["answers"][0])
         metrics = {
-            "eval/mean_length": batch["length"].float().mean(),
+            "eval/mean_length": tokens_written(batch).float().mean(),
             "eval/clipped_ratio": 1 - batch["finished"].float().mean(),
         }
         if correct is not None:

@@ -20,7 +20,7 @@ from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.sampling.correction import truncations_of, warn_of_lacking_support
 from rl_modules.language.sampling.support import Filter
-from rl_modules.language.scoring import completion_log_probs, sequence_scores
+from rl_modules.language.scoring import completion_log_probs, sequence_scores, tokens_written
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Rollout = dict[str, Any]
@@ -298,9 +298,8 @@ class PolicyWithReference(LanguagePolicy):
         Returns:
             The columns, tokens written, and finished of the completions of all ranks.
         """
-        written = rollout["written"].sum(1) if "written" in rollout else rollout["length"]
         total = rollout["prompt_length"] + rollout["length"]
-        own = [*columns, written, rollout["finished"], total]
+        own = [*columns, tokens_written(rollout), rollout["finished"], total]
         table = self.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))
         *found, total = table[:, : len(own)].unbind(1)
         self.num_tokens += int(total.sum())

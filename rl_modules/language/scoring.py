@@ -119,6 +119,11 @@ def written_mask(rollout: dict[str, Any]) -> Tensor:
     return mask & rollout["written"] if "written" in rollout else mask
 
 
+def tokens_written(rollout: dict[str, Any]) -> Tensor:
+    """Tokens of each completion that the model wrote, [b]."""
+    return rollout["written"].sum(1) if "written" in rollout else rollout["length"]
+
+
 def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
     """Computes V of the state before each completion token, which is the text up to there, [b, L] float32."""
     place = completion_positions(prompt_length, length, width) - 1
