@@ -259,4 +259,6 @@ def _completions(rows: list[Row], going: list[Row], written: Completions | None,
         tokens=chosen(written.tokens, pad_token_id), log_prob=chosen(written.log_prob, 0.0),
         length=chosen(written.length, 1), finished=chosen(written.finished, False), version=version, written=mask,
         turn=turn, turn_reward=reward.to(mask.device), dialogues=[row.described() for row in rows],
+        kept=None if written.kept is None else chosen(written.kept, 0),
+        kept_count=None if written.kept_count is None else chosen(written.kept_count, 0),
     )  # fmt: skip

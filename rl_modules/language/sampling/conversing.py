@@ -78,13 +78,16 @@ class Conversing(_Decoding):
         )
 
     def _draw(self, rows: _Live, logits: Tensor) -> list[bool]:
-        token, log_prob = self.rule.draw(logits, self.draws[rows.step, rows.row], rows.seen)
+        scores = self.rule.scores(logits, rows.seen)
+        token, log_prob = self.rule.draw_from(scores, self.draws[rows.step, rows.row])
         given = self.given[rows.row, rows.step]
         writes = given < 0
         rows.token = torch.where(writes, token, given)
         if rows.seen is not None:
             rows.seen.scatter_(-1, rows.token.unsqueeze(-1), True)
         done = self.record.add(rows.step, rows.row, rows.token, torch.where(writes, log_prob, 0.0)) & writes
+        if self.record.keeps:
+            self.record.keep(rows.step[writes], rows.row[writes], scores[writes])
         rows.position, rows.step = rows.position + 1, rows.step + 1
         return done.tolist()
 

@@ -210,9 +210,10 @@ class NativeSampler:
             batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
             limit = (positions - batch.length[batch.source]).clamp(max=whole)
             ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
-            record = Record(limit, ends, settings.pad_token_id)
             rule = NextToken(settings.temperature, settings.top_k, settings.top_p, settings.min_p,
                              settings.repetition_penalty)  # fmt: skip
+            keeps = settings.return_sampling_mask and rule.truncates
+            record = Record(limit, ends, settings.pad_token_id, None, keeps)
             conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
             decode_in_turns(conversing, model, None if at_once >= len(prompts) else at_once)
             return conversing.completions(_completions(record, model))

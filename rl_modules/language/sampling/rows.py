@@ -108,6 +108,11 @@ class Record:
             self._kept.append((row.clone(), step, kept.sum(1), kept.nonzero()[:, 1].to(torch.int32)))
 
     @property
+    def keeps(self) -> bool:
+        """Whether the tokens that each was drawn from are written."""
+        return self._kept is not None
+
+    @property
     def kept(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """The tokens that each was drawn from, see :func:`~rl_modules.language.sampling.support.packed`."""
         if self._kept is None:

@@ -184,3 +184,13 @@ def test_a_run_of_dialogues_resumes_exactly(folder, tmp_path, algorithm, ahead):
         return module_of(ALGORITHMS[algorithm], folder, lr_scheduler_type="constant")
 
     assert_resumes_exactly(module, data, tmp_path, epochs=3)
+
+
+def test_filters_hold_in_every_turn(folder):
+    """Training's log-probabilities are those of sampling, with filters and a penalty on what the dialogue has."""
+    module = module_of(GRPO, folder, top_k=5, repetition_penalty=1.2)
+    seen = rollouts_of(module)
+    fit(module, data_of(), max_steps=1)
+    rollout, fields = seen[0]
+    own = rollout["written"]
+    torch.testing.assert_close(fields["log_prob"][own], rollout["log_prob"][own], atol=1e-4, rtol=1e-4)

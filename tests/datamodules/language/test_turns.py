@@ -5,6 +5,7 @@ import torch
 
 from rl_modules.language.sampling.native import NativeSampler
 from rl_modules.language.sampling.protocol import SamplingSettings
+from rl_modules.language.sampling.support import kept_lists
 from rl_modules.language.sampling.turns import Further, by_turns
 from tests.datamodules.language.dialogue_cases import ALGORITHMS, data_of, folder_of_tokenizer, module_of
 from tests.rl_modules.language.sampler_cases import tiny_model
@@ -96,7 +97,11 @@ class Scripted:
 
 
 @pytest.mark.parametrize("late", [(), (0, 3, 4), range(12)], ids=["at once", "some late", "all late"])
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "top_k": 20}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "top_k": 20, "return_sampling_mask": True}],
+    ids=str,
+)
 @pytest.mark.parametrize(("fast", "at_once"), [("1", None), ("0", None), ("1", 5)])
 def test_kept_keys_change_no_token(tmp_path, monkeypatch, late, settings, fast, at_once):
     """The native sampler's own way of turns writes what a completion per turn writes, each read from its beginning."""
@@ -113,3 +118,9 @@ def test_kept_keys_change_no_token(tmp_path, monkeypatch, late, settings, fast, 
     for name in ("tokens", "length", "finished", "written", "turn"):
         assert torch.equal(getattr(written, name), getattr(again, name)), name
     torch.testing.assert_close(written.log_prob, again.log_prob, atol=1e-5, rtol=1e-4)
+    assert (written.kept is not None) == ("top_k" in settings)
+    if written.kept is not None:
+        assert torch.equal(written.kept_count, again.kept_count)
+        assert torch.equal(written.kept_count > 0, written.written)
+        ordered = [[set(ids) for ids in row] for row in kept_lists(written)]
+        assert ordered == [[set(ids) for ids in row] for row in kept_lists(again)]
