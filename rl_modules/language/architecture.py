@@ -255,14 +255,14 @@ def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_adde
     coefficient = getattr(text_config(model.config), "router_aux_loss_coef", None)
     if wants_router_loss(model):
         if not is_added:
-            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
-                             f"and {algorithm} does not; set it to false in model_config")  # fmt: skip
+            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT, "
+                             f"GRPO and RLOO add and {algorithm} does not; set it to false there")  # fmt: skip
     elif "router_aux_loss_coef" in given and "output_router_logits" not in given:
         raise UsageError(f"model_config has router_aux_loss_coef={coefficient}, which does nothing without "
-                         "output_router_logits: set that to true for SFT, which alone has the loss")  # fmt: skip
+                         "output_router_logits: set that to true for SFT, GRPO or RLOO, which have it")  # fmt: skip
     elif coefficient and not is_added:
         rank_zero_warn(f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
-                       "mixture of experts without a loss that keeps them in balance, which SFT alone has")  # fmt: skip
+                       "mixture of experts without a loss of balance, which SFT, GRPO and RLOO have")  # fmt: skip
 
 
 def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Group relative policy optimization, and the family around it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.core.settings import setting
 from rl_modules.language.advantages import load_argument, path_of, require_advantages, scores_by, turn_advantages
+from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import clip_metrics, quantile, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.grpo_arguments import (
@@ -20,6 +22,7 @@ from rl_modules.language.grpo_arguments import (
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
+from rl_modules.language.routers import router_logits, router_loss
 from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
@@ -115,6 +118,7 @@ class GRPO(PolicyWithReference):
     learning_curve = "train/reward"
 
     learns_from = "prompts"
+    balances_experts = True
     #: Whether the loss has a part of the datamodule's demonstrations, ``ptx_tokens``, as RLHFPPO's has.
     reads_demonstrations = False
     #: Whether a token may have an importance weight of its own.
@@ -223,7 +227,9 @@ class GRPO(PolicyWithReference):
         """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L]."""
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
         filtered = self.filter_of(batch)
-        shared = shared_log_probs(self.model, *text, batch.get("group"), self.temperature, entropy, filtered)
+        # The routers' loss counts each row's tokens, which rows then don't share.
+        group = None if wants_router_loss(self.model) else batch.get("group")
+        shared = shared_log_probs(self.model, *text, group, self.temperature, entropy, filtered)
         return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch), filtered)
 
     #: The mode of the importance weights, or ``none``.
@@ -258,7 +264,8 @@ class GRPO(PolicyWithReference):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         chooses = self.top_entropy_quantile < 1
-        log_prob, entropy = self.log_probs(batch, entropy=chooses or self.entropy_coef > 0)
+        with router_logits(self.model) if wants_router_loss(self.model) else nullcontext() as routers:
+            log_prob, entropy = self.log_probs(batch, entropy=chooses or self.entropy_coef > 0)
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
@@ -271,7 +278,13 @@ class GRPO(PolicyWithReference):
         if self.entropy_coef and entropy is not None:
             loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
-        return loss
+        if routers is None:
+            return loss
+        filled = batch["prompt_length"] + batch["length"]
+        # The forward pass does not read the last column, which predicts nothing.
+        balance = router_loss(self.model, routers[-1], filled, len(routers[-1][0]) // len(filled))
+        self.record(aux_loss=balance.detach())
+        return loss + balance
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning

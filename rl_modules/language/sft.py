@@ -1,20 +1,18 @@
 """Supervised fine-tuning."""
 
 import math
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed
 from rl_modules.language.architecture import text_config, wants_router_loss
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.logits import TokenStatistics, log_probs_at
 from rl_modules.language.policy import LanguagePolicy
+from rl_modules.language.routers import router_logits, router_loss
 
 
 class SFT(LanguagePolicy):
@@ -125,32 +123,3 @@ class SFT(LanguagePolicy):
             if f"{prefix}loss" in metrics:
                 metrics = {**metrics, f"{prefix}perplexity": math.exp(min(metrics[f"{prefix}loss"], 700.0))}
         return metrics
-
-
-# ---------------------------------------------------------------- the balance loss of a mixture of experts
-
-
-@contextmanager
-def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Collects the logits of every layer's router, [rows · width, experts] each, in each forward pass in the
-    context.
-    """
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found: list[tuple[Tensor, ...]] = []
-    hook = network.register_forward_hook(lambda module, inputs, output: found.append(output.router_logits))
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: int) -> Tensor:
-    """Returns the model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
-    function = getattr(sys.modules[type(network).__module__], "load_balancing_loss_func", None)
-    if function is None:
-        raise UsageError(f"output_router_logits=true: {type(network).__name__} has no load balancing loss in "
-                         "transformers; set model_config.output_router_logits=false")  # fmt: skip
-    mask = torch.arange(width, device=filled.device) < filled.unsqueeze(1)
-    loss = function(logits, network.num_experts, network.num_experts_per_tok, mask)
-    return text_config(model.config).router_aux_loss_coef * loss

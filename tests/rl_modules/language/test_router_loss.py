@@ -55,7 +55,7 @@ def test_without_it_nothing_is_added(tmp_path):
     assert "train/aux_loss" not in module.latest_metrics
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, RLOO, RLHFPPO, DPO, KTO, RewardModel])
+@pytest.mark.parametrize("algorithm", [RLHFPPO, DPO, KTO, RewardModel])
 def test_an_algorithm_that_does_not_add_it_says_so(algorithm):
     module = algorithm(model_config={**ARCHITECTURES["Mixtral"], **BALANCED})
     module.configure_model()
@@ -72,3 +72,41 @@ def test_a_coefficient_that_nothing_reads_is_refused():
     module.configure_model()
     with pytest.raises(UsageError, match="router_aux_loss_coef=0.5, which does nothing without output_router_logits"):
         module.check_architecture()
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, RLOO])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+def test_completions_balance_experts_as_transformers_does(name, algorithm):
+    """TRL adds the model's `aux_loss` of the attended tokens, times the coefficient."""
+    gradients = {}
+    prompts, width = [[5, 6, 7], [5, 6, 7], [8], [8]], 7
+    tokens = torch.zeros(4, width, dtype=torch.long)
+    length = torch.tensor([4, 2, 3, 1])
+    prompt_length = torch.tensor([len(p) for p in prompts])
+    for i, prompt in enumerate(prompts):
+        answer = torch.randint(3, 60, (int(length[i]),), generator=torch.Generator().manual_seed(i))
+        tokens[i, : len(prompt) + len(answer)] = torch.cat([torch.tensor(prompt), answer])
+    mask = torch.arange(4) < length[:, None]
+    batch = {"tokens": tokens, "prompt_length": prompt_length, "length": length, "mask": mask, "on_policy": True,
+             "group": torch.tensor([0, 0, 1, 1]), "advantage": torch.tensor([1.0, -1.0, 0.5, -0.5]), "step_rows": 4,
+             "step_tokens": mask.sum(), "micro_tokens": mask.sum(), "n_micro": 1, "shortest_prompt": 1,
+             "log_prob": torch.zeros(4, 4)}  # fmt: skip
+    filled = torch.arange(width) < (prompt_length + length)[:, None]
+    for fields in ({}, BALANCED):
+        torch.manual_seed(0)
+        module = algorithm(model_config={**ARCHITECTURES[name], **fields}, max_completion_length=4)
+        module.configure_model()
+        recorded = {}
+        module.record = lambda *weight, recorded=recorded, **metrics: recorded.update(metrics)
+        module.record_minibatch = lambda *arguments: None
+        loss = module.training_step(batch, 0)
+        if fields:
+            output = module.model(input_ids=tokens[:, :-1], attention_mask=filled[:, :-1].long())
+            torch.testing.assert_close(recorded["aux_loss"], 0.5 * output.aux_loss.detach(), rtol=1e-5, atol=0)
+            loss = loss - 0.5 * output.aux_loss
+        parameters = [p for p in module.model.parameters() if p.requires_grad]
+        gradients[bool(fields)] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for with_it, without in zip(gradients[True], gradients[False], strict=True):
+        assert (with_it is None) == (without is None)
+        if without is not None:
+            torch.testing.assert_close(with_it, without, atol=1e-6, rtol=1e-4)
