@@ -3,10 +3,8 @@
 import time
 from collections.abc import Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import gymnasium as gym
-import lightning as L
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -15,21 +13,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, require_gymnasiums, require_registered
-from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
-from datamodules.experience import Experience, LazyLoader, evaluate_on_start, gather_ranks, state_of_rank
+from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
+from datamodules.experience import Experience, LazyLoader, gather_ranks, state_of_rank
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
-from rl_modules.core.seams import check_pairing, require_rows
+from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import setting, warn_of_idle
-from rl_modules.core.state import forget_state, load_state, state_of, transient
+from rl_modules.core.state import forget_state, load_state, state_of
 
 Batch = dict[str, Any]
-
-#: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
-_evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
 
 
 def _of_environments(name: str) -> Any:
@@ -129,8 +123,6 @@ class ControlDataModule(Experience):
     stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
 
     _given_env: Any
-    # Whether what `prepare` returns has been checked.
-    _is_checked: bool = transient(False)
 
     def __post_init__(self) -> None:
         hp: Any = self.hparams
@@ -172,7 +164,7 @@ class ControlDataModule(Experience):
             self._started_s = time.monotonic()
             forget_state(self)
             self.begin_run()
-            self._schedule_evaluation()
+            schedule_evaluations(self)
 
     def resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults; called at the start of each fit.
@@ -334,26 +326,6 @@ class ControlDataModule(Experience):
                 normalizers.merge_ranks(self._gather)
             self.hand_over_statistics()
 
-    def prepared(self, experience: Any, rows: tuple[int, ...] | None = None, layout: str = "[T, N]") -> Any:
-        """Returns what the algorithm's ``prepare`` makes of a rollout or a sample of the replay buffer. ``rows`` are
-        the first dimensions of what it returns, ``layout`` their names; None: those of ``valid``, which it may return.
-        """
-        trainer: Any = self.trainer
-        learner = trainer.lightning_module
-        if is_double(learner):
-            inputs = ("observation", "next_observation", "action")
-            experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}
-        prepared = learner.prepare(experience)
-        if self._is_checked:
-            return prepared
-        if rows is None:
-            # The number of rows may differ from the rollout's: Monte Carlo control yields the episodes that have ended.
-            valid = prepared.get("valid", experience["valid"]) if isinstance(prepared, dict) else experience["valid"]
-            rows, layout = tuple(valid.shape), layout if valid.shape == experience["valid"].shape else "[sequences, N]"
-        require_rows(prepared, rows, layout)
-        self._is_checked = True
-        return prepared
-
     def hand_over_statistics(self) -> None:
         """Passes the statistics of the normaliser to the learner, which evaluates and saves with them."""
         module: Any = self.learner_trainer.lightning_module
@@ -374,32 +346,6 @@ class ControlDataModule(Experience):
         return batch
 
     # ---------------------------------------------------------------- evaluation
-
-    def _schedule_evaluation(self) -> None:
-        trainer = self.trainer
-        if trainer is None:
-            return
-        if self.eval_freq and self.environments.is_one_vector:
-            rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
-                           "give a callable that makes it, or eval_freq=0")  # fmt: skip
-        given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
-        # Lightning sets no number where the interval is a time.
-        counts = self.eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0
-        starts = counts and has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
-        evaluate_on_start(trainer, starts and self.eval_freq > 0)
-        if counts:
-            self._count_evaluations(trainer)
-
-    def _count_evaluations(self, trainer: L.Trainer) -> None:
-        """Sets the interval of evaluations, which the Trainer counts in epochs and ``eval_freq`` in transitions."""
-        every = max(1, round(self.eval_freq / self.transitions_per_epoch))
-        trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
-
-    def count_evaluations_again(self) -> None:
-        """Sets the interval of evaluations again if the length of epochs has changed since the start of the fit."""
-        trainer = self.learner_trainer
-        if trainer in _evaluates_every and trainer.check_val_every_n_epoch == _evaluates_every[trainer]:
-            self._count_evaluations(trainer)
 
     def val_dataloader(self) -> Any:
         if self.is_fitting and (not self.eval_freq or self.environments.is_one_vector):

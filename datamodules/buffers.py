@@ -1,15 +1,22 @@
 """The replay buffer."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from datamodules.experience import available_bytes
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.core.state import like
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
@@ -227,3 +234,59 @@ def replay_bytes(
 def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:
     """Writes ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
     tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)
+
+
+# ---------------------------------------------------------------- the buffer of a run
+
+
+def make_buffer(data: Any) -> ReplayBuffer:
+    """Makes the buffer that a replay datamodule's settings describe."""
+    sizes = (data.observation_space, data.action_space, data.n_envs, data.buffer_size)
+    given = data.hparams
+    if given.n_sampled_goal:
+        from datamodules.hindsight import HindsightReplayBuffer, require_goals
+
+        compute_reward = require_goals(data.observation_space, data.example_env, data.env_name, data.sign_reward)
+        seed = stream_seed(data.seed, data._rank, "goals")
+        return HindsightReplayBuffer(
+            *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed, data.norm_obs
+        )
+    if data.share_frames:
+        from datamodules.frame_buffer import FrameReplayBuffer
+
+        return FrameReplayBuffer(*sizes)
+    return ReplayBuffer(*sizes, double=data.norm_obs)
+
+
+def announce_memory(data: Any) -> None:
+    """Reports how much memory the buffer will take, before it is allocated; refuses more than there is."""
+    local_ranks = data.trainer.num_devices if data.trainer is not None else 1
+    bound, stack = data.checkpoint_buffer_size, 1
+    if data.share_frames:
+        from datamodules.frame_buffer import stack_size
+
+        stack = stack_size(data.observation_space)
+
+    def size(rows: int, prioritized: bool) -> int:
+        return local_ranks * replay_bytes(
+            data.observation_space, data.action_space, data.n_envs, rows, prioritized, stack,
+            bool(data.hparams.n_sampled_goal), data.norm_obs,
+        )  # fmt: skip
+
+    needed, free = size(data.buffer_size, data.prioritized_replay), available_bytes()
+    if is_bounded := bound is not None and bound < data.buffer_size:
+        needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
+    needs, has = _readable(needed), _readable(free)
+    if needed > free:
+        raise UsageError(f"buffer_size={data.buffer_size} needs {needs} of memory, but {has} are free; "
+                         f"{int(data.buffer_size * free / needed * 0.8)} would fit")  # fmt: skip
+    rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
+    if is_bounded:
+        rank_zero_only(log.info)(
+            f"Checkpoints hold the newest {bound:,} of its {data.buffer_size:,} rows: a run resumed from one "
+            "lacks the older transitions, and differs from one that was never stopped."
+        )
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

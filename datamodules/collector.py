@@ -14,7 +14,7 @@ from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
 from rl_modules.contract import Act, Rollout
-from rl_modules.core.seams import require_acted
+from rl_modules.core.seams import require_acted, require_rows
 from rl_modules.core.state import Stateful, persistent
 
 if TYPE_CHECKING:  # imported where a policy has a memory, and where something is normalised
@@ -79,8 +79,8 @@ class Collector(Stateful):
         self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Whether each rollout ends with a call of :meth:`report`; False: the rollout's reader calls it later.
         self.reports_at_once = True
-        #: Whether what `act` returns has been checked.
-        self.is_checked = False
+        #: Whether what ``act`` and ``prepare`` return has been checked, at their first calls.
+        self.has_acted = self.has_prepared = False
 
     @property
     def is_fresh(self) -> bool:
@@ -124,9 +124,9 @@ class Collector(Stateful):
                 seen = tree_map(torch.from_numpy, normalizers.observation(self._observation))
             acted.append(act(seen, self.generator) if memory is None
                          else memory.act(act, seen, self.generator, self.episode_start))  # fmt: skip
-            if not self.is_checked:
+            if not self.has_acted:
                 require_acted(acted[0], n)
-                self.is_checked = True
+                self.has_acted = True
             action = to_environment(self.envs.single_action_space, acted[-1]["action"].cpu().numpy())
             raw, raw_reward[t], terminated[t], truncated[t], info = self.boundary.step(action)
             done = terminated[t] | truncated[t]
@@ -286,3 +286,24 @@ def rollout_act(learner: Any) -> Act:
     if not is_double(learner):
         return act
     return lambda observation, *args, **arguments: act(in_double(observation), *args, **arguments)
+
+
+def prepared_by(
+    collector: Collector, learner: Any, experience: Any, rows: tuple[int, ...] | None = None, layout: str = "[T, N]"
+) -> Any:
+    """Returns what an algorithm's ``prepare`` makes of a rollout or a sample of the replay buffer. ``rows`` are the
+    first dimensions of what it returns, ``layout`` their names; None: those of ``valid``, which it may return.
+    """
+    if is_double(learner):
+        inputs = ("observation", "next_observation", "action")
+        experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}
+    prepared = learner.prepare(experience)
+    if collector.has_prepared:
+        return prepared
+    if rows is None:
+        # The number of rows may differ from the rollout's: Monte Carlo control yields the episodes that have ended.
+        valid = prepared.get("valid", experience["valid"]) if isinstance(prepared, dict) else experience["valid"]
+        rows, layout = tuple(valid.shape), layout if valid.shape == experience["valid"].shape else "[sequences, N]"
+    require_rows(prepared, rows, layout)
+    collector.has_prepared = True
+    return prepared

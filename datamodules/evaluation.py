@@ -3,17 +3,20 @@
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
+from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.boundary import Boundary, require_finite_evaluation
 from datamodules.envs.episodes import episode_seed
 from datamodules.episode_statistics import successes
+from datamodules.experience import evaluate_on_start
 from rl_modules.common.masks import MASK
 
 #: Seconds without an episode's end after which an evaluation says what bounds it.
@@ -149,3 +152,37 @@ def _allowing_all(observation: Any, which: np.ndarray) -> Any:
     mask = np.array(observation[MASK])
     mask[which] = 1
     return {**observation, MASK: mask}
+
+
+# ---------------------------------------------------------------- when to evaluate
+
+#: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
+_evaluates_every: WeakKeyDictionary[Trainer, int] = WeakKeyDictionary()
+
+
+def schedule_evaluations(data: Any) -> None:
+    """Lets the Trainer evaluate after every ``eval_freq`` transitions of a datamodule, and at the start."""
+    trainer = data.trainer
+    if trainer is None:
+        return
+    if data.eval_freq and data.environments.is_one_vector:
+        rank_zero_warn(f"{data.env_name} was given as one vector, in which training steps: it is not evaluated; "
+                       "give a callable that makes it, or eval_freq=0")  # fmt: skip
+    given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
+    # Lightning sets no number where the interval is a time.
+    counts = data.eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0
+    starts = counts and has_time_limit(data.example_env) if data.eval_on_start is None else data.eval_on_start
+    evaluate_on_start(trainer, starts and data.eval_freq > 0)
+    if counts:
+        count_evaluations(data)
+
+
+def count_evaluations(data: Any, again: bool = False) -> None:
+    """Sets the interval of evaluations, which the Trainer counts in epochs and ``eval_freq`` in transitions; ``again``
+    where the length of epochs has changed since the start of the fit.
+    """
+    trainer = data.trainer
+    if again and trainer.check_val_every_n_epoch != _evaluates_every.get(trainer, -1):
+        return
+    every = max(1, round(data.eval_freq / data.transitions_per_epoch))
+    trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.collector import rollout_act
+from datamodules.collector import prepared_by, rollout_act
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
@@ -89,7 +89,7 @@ class RecordedIteration(Recorded):
         state.update(self.numbers)
         try:
             with evaluation_mode(learner.modules()), torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                prepared = data.prepared(self.collect())
+                prepared = prepared_by(self.collector, learner, self.collect())
         finally:
             state.update(numbers)
         data._fields = fields = tree_map(lambda x: x.flatten(0, 1), prepared)

@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
-from datamodules.buffers import ReplayBuffer, replay_bytes
-from datamodules.collector import rollout_act
-from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
-from datamodules.frame_buffer import FrameReplayBuffer, stack_size
-from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
+from datamodules.buffers import ReplayBuffer, announce_memory, make_buffer
+from datamodules.collector import prepared_by, rollout_act
+from datamodules.experience import LazyLoader, preparation, resumed_position
+from datamodules.hindsight import STRATEGIES, check_hindsight
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
@@ -201,8 +200,8 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
                              f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
                              )  # fmt: skip
-        self._announce_memory()
-        self.replay = self._make_buffer()
+        announce_memory(self)
+        self.replay = make_buffer(self)
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
             raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
@@ -213,44 +212,6 @@ class ReplayDataModule(ControlDataModule):
         else:
             self.sampler = UniformSampler(self.replay, seed)
         self.replay.on_added = self._on_added
-
-    def _make_buffer(self) -> ReplayBuffer:
-        sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
-        given: Any = self.hparams
-        if given.n_sampled_goal:
-            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
-            seed = stream_seed(self.seed, self._rank, "goals")
-            return HindsightReplayBuffer(
-                *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed, self.norm_obs
-            )
-        return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes, double=self.norm_obs)
-
-    def _announce_memory(self) -> None:
-        """Reports how much memory the buffer will take, before it is allocated; refuses more than there is."""
-        local_ranks = self.trainer.num_devices if self.trainer is not None else 1
-        given: Any = self.hparams
-        bound = self.checkpoint_buffer_size
-        stack = stack_size(self.observation_space) if self.share_frames else 1
-
-        def size(rows: int, prioritized: bool) -> int:
-            return local_ranks * replay_bytes(
-                self.observation_space, self.action_space, self.n_envs, rows, prioritized, stack,
-                bool(given.n_sampled_goal), self.norm_obs,
-            )  # fmt: skip
-
-        needed, free = size(self.buffer_size, self.prioritized_replay), available_bytes()
-        if is_bounded := bound is not None and bound < self.buffer_size:
-            needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
-        needs, has = _readable(needed), _readable(free)
-        if needed > free:
-            raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; "
-                             f"{int(self.buffer_size * free / needed * 0.8)} would fit")  # fmt: skip
-        rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
-        if is_bounded:
-            rank_zero_only(log.info)(
-                f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run resumed from one "
-                "lacks the older transitions, and differs from one that was never stopped."
-            )
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -434,7 +395,7 @@ class ReplayDataModule(ControlDataModule):
         if not self._parts:  # a resumed run draws before it collects
             self._parts = list(module.modules())
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            prepared = self.prepared(sample, (len(index),), "[M]")
+            prepared = prepared_by(self.collector, module, sample, (len(index),), "[M]")
         if count == 1:
             self._drawn.append(prepared)
             return
@@ -512,7 +473,3 @@ class ReplayDataModule(ControlDataModule):
         # Minibatches that were prepared for another setting are drawn again.
         if not goes_on or {**here, **state["preparation"]} != here:
             self._drawn.clear()
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

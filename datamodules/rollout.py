@@ -9,7 +9,8 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
-from datamodules.collector import rollout_act
+from datamodules.collector import prepared_by, rollout_act
+from datamodules.evaluation import count_evaluations
 from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
@@ -272,7 +273,7 @@ class RolloutDataModule(ControlDataModule):
             if self._ahead is not None and self.num_timesteps < self.total_timesteps:
                 self._ahead.begin(learner, precision)
             with precision():
-                prepared = self.prepared(rollout)
+                prepared = prepared_by(collector, learner, rollout)
         valid = prepared.pop("valid", rollout["valid"])
         if collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
@@ -328,7 +329,7 @@ class RolloutDataModule(ControlDataModule):
             # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
             # began.
             self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
-            self.count_evaluations_again()
+            count_evaluations(self, again=True)
         # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
         begun = is_ahead and saved["n_steps"] != self.n_steps
         self._position = resumed_position(self._position, saved, self._layout, begun)

@@ -60,9 +60,9 @@ class TensorCollector(Collector):
                 acted.append(act(observed, self.generator))
             else:
                 acted.append(self.memory.act(act, observed, self.generator, starts))
-            if not self.is_checked:
+            if not self.has_acted:
                 require_acted(acted[0], n)
-                self.is_checked = True
+                self.has_acted = True
             raw, raw_reward, ended, cut, info = self.boundary.step(
                 action_tensors(envs.single_action_space, acted[-1]["action"].to(on))
             )

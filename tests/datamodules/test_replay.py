@@ -267,7 +267,7 @@ def test_the_memory_that_is_checked_counts_hindsight_and_the_copy_of_a_bounded_c
     sizes = []
     for bound in (None, 500_000):
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="datamodules.replay"):
+        with caplog.at_level(logging.INFO, logger="datamodules.buffers"):
             fit(DQN(), replay(total_timesteps=24, buffer_size=1_000_000, checkpoint_buffer_size=bound))
         sizes.append(int(re.search(r"takes up to (\d+) MiB", caplog.text)[1]))
     assert sizes[1] == pytest.approx(1.5 * sizes[0], abs=1)
@@ -577,7 +577,7 @@ def test_weights_use_beta_between_its_start_and_one():
 
 
 def test_memory_is_announced_before_it_is_taken(caplog):
-    with caplog.at_level(logging.INFO, logger="datamodules.replay"):
+    with caplog.at_level(logging.INFO, logger="datamodules.buffers"):
         fit(DQN(), replay(total_timesteps=24))
     assert "replay buffer takes up to" in caplog.text
 
