@@ -1,6 +1,6 @@
 """Conversion of an environment's observations to the inputs of a policy's network."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,26 +10,9 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
 from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
-from rl_modules.contract import Statistics
 
 
-class Observes(Protocol):
-    """Attributes of an algorithm that describe its observations."""
-
-    observation_space: spaces.Space
-    action_space: spaces.Space
-    #: Whether it was trained with action masks.
-    masks_actions: bool
-    #: Statistics that normalise observations; None: no normalisation.
-    observation_statistics: Statistics
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def parameters(self) -> Any: ...
-
-
-def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
+def policy_input(module: Any, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
     """Converts one observation or a batch to tensors on the module's device, normalised and with their masks."""
     space = module.observation_space
     try:
