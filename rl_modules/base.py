@@ -12,12 +12,7 @@ from torch import Tensor
 
 from rl_modules import ranks
 from rl_modules.algorithm import Algorithm
-from rl_modules.checkpoints import (
-    load_initial_weights,
-    load_statistics,
-    require_resumable,
-    statistics_to_tensors,
-)
+from rl_modules.checkpoints import load_initial_weights, load_statistics, require_resumable, statistics_to_tensors
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
@@ -34,21 +29,12 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
-from rl_modules.core.resume import (
-    accumulated_gradients,
-    copy_for_averages,
-    step_schedulers_of_epochs,
-)
+from rl_modules.core.resume import accumulated_gradients, copy_for_averages, step_schedulers_of_epochs
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast import is_recording
-from rl_modules.metrics import (
-    draw,
-    log_evaluation,
-    log_outside_of_graphs,
-    write_metrics,
-)
+from rl_modules.metrics import draw, log_evaluation, log_outside_of_graphs, write_metrics
 from rl_modules.optimizers import adam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
 from rl_modules.ranks import CHECKPOINT

@@ -173,11 +173,7 @@ class TabularControl(ControlModule):
         return {"action": self.choose(state, generator, deterministic, *masks).to(state.device)}
 
     def choose(
-        self,
-        state: Tensor,
-        generator: torch.Generator | None,
-        deterministic: bool = False,
-        mask: Tensor | None = None,
+        self, state: Tensor, generator: torch.Generator | None, deterministic: bool = False, mask: Tensor | None = None
     ) -> Tensor:
         """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], with the last mask seen in the
         state.

@@ -107,45 +107,23 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rl_modules.functional.direct_preferences import (
-        dpo_loss,
-        kto_loss,
-        odds_ratio_loss,
-        simpo_loss,
-    )
+    from rl_modules.functional.direct_preferences import dpo_loss, kto_loss, odds_ratio_loss, simpo_loss
     from rl_modules.functional.distillation import distillation_advantage, generalized_jsd, with_tail
-    from rl_modules.functional.distributional import (
-        categorical_projection,
-        quantile_huber_loss,
-    )
+    from rl_modules.functional.distributional import categorical_projection, quantile_huber_loss
     from rl_modules.functional.dynamic_programming import (
         finite_horizon_evaluation,
         finite_horizon_value_iteration,
         policy_evaluation,
         value_iteration,
     )
-    from rl_modules.functional.evaluation import (
-        cons_at_k,
-        pass_at_k,
-    )
-    from rl_modules.functional.groups import (
-        batch_advantages,
-        combine_rewards,
-        group_advantages,
-        rloo_advantages,
-    )
+    from rl_modules.functional.evaluation import cons_at_k, pass_at_k
+    from rl_modules.functional.groups import batch_advantages, combine_rewards, group_advantages, rloo_advantages
     from rl_modules.functional.grpo import grpo_loss
     from rl_modules.functional.importance import importance_weights
-    from rl_modules.functional.kl import (
-        approx_kl,
-        kl_estimate,
-    )
+    from rl_modules.functional.kl import approx_kl, kl_estimate
     from rl_modules.functional.lengths import soft_overlong_punishment
     from rl_modules.functional.linalg import conjugate_gradient
-    from rl_modules.functional.maximum_entropy import (
-        soft_q_target,
-        squashed_gaussian_log_prob,
-    )
+    from rl_modules.functional.maximum_entropy import soft_q_target, squashed_gaussian_log_prob
     from rl_modules.functional.policy import (
         adapt_kl_coefficient,
         clip_fraction,
@@ -154,30 +132,11 @@ if TYPE_CHECKING:
         ppo_penalty_loss,
     )
     from rl_modules.functional.preferences import bradley_terry_loss
-    from rl_modules.functional.reductions import (
-        masked_mean,
-        masked_whiten,
-    )
-    from rl_modules.functional.returns import (
-        discounted_returns,
-        gae,
-        n_step_returns,
-        n_step_rewards,
-    )
-    from rl_modules.functional.rlhf import (
-        proportional_kl_coefficient,
-        rlhf_rewards,
-    )
-    from rl_modules.functional.tokens import (
-        token_entropy,
-        token_log_probs,
-    )
-    from rl_modules.functional.value import (
-        dqn_target,
-        explained_variance,
-        td_loss,
-        value_loss,
-    )
+    from rl_modules.functional.reductions import masked_mean, masked_whiten
+    from rl_modules.functional.returns import discounted_returns, gae, n_step_returns, n_step_rewards
+    from rl_modules.functional.rlhf import proportional_kl_coefficient, rlhf_rewards
+    from rl_modules.functional.tokens import token_entropy, token_log_probs
+    from rl_modules.functional.value import dqn_target, explained_variance, td_loss, value_loss
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import (
-    as_constant,
-    as_float,
-    require_in,
-    require_ndim,
-    require_shape,
-)
+from rl_modules.functional.checks import as_constant, as_float, require_in, require_ndim, require_shape
 
 
 def quantile_huber_loss(quantiles: Tensor, target_quantiles: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import (
-    as_constant,
-    require_ndim,
-    require_nonnegative,
-    require_positive,
-    require_shape,
-)
+from rl_modules.functional.checks import as_constant, require_ndim, require_nonnegative, require_positive, require_shape
 
 
 def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -13,14 +13,7 @@ from rl_modules.common.spaces import is_image
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
 from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import (
-    ParallelLayerNorm,
-    ParallelLinear,
-    activation,
-    full_precision,
-    hidden_widths,
-    mlp,
-)
+from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, full_precision, hidden_widths, mlp
 from rl_modules.networks.q_network import apply_tower
 from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
