@@ -40,13 +40,6 @@ STORED_ACTIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Mult
 WARM_UP_STEPS = 128
 
 
-def check_gradient_steps(name: str, value: Any) -> Any:
-    """Refuses what is neither a number of minibatches nor -1."""
-    if value == 0:
-        raise UsageError(f"{name}={value} must be at least 1, or -1 for as many as transitions")
-    return value
-
-
 def without_priorities(data: Any) -> str | None:
     """The rule of arguments that have no effect while transitions are drawn uniformly."""
     return None if data.prioritized_replay else "while prioritized_replay is false; set that to true"
@@ -96,8 +89,8 @@ class ReplayDataModule(ControlDataModule):
         "environment; None: the algorithm's (DQN 4, the others 1)", kind=int | tuple[int, str] | None, least=1,
         attribute="", check=check_train_freq)  # fmt: skip
     gradient_steps: Any = setting(
-        1, "minibatches per round; -1: as many as transitions (``train_freq * n_envs``)", kind=int, least=-1,
-        attribute="", check=check_gradient_steps)  # fmt: skip
+        1, "minibatches per round; -1: as many as transitions (``train_freq * n_envs``)", kind=int, least=1,
+        besides=(-1, "as many as transitions"), attribute="")  # fmt: skip
     batch_size: Any = setting(
         None, "transitions per minibatch; None: the algorithm's (DQN 32, the others 256)", kind=int | None, least=1,
         attribute="")  # fmt: skip

@@ -46,13 +46,6 @@ def require_finite_actions(name: str, action_space: spaces.Space) -> None:
         )
 
 
-def check_frequency(name: str, value: Any) -> Any:
-    """Refuses what is neither a number of steps nor -1."""
-    if value < 1 and value != -1:
-        raise UsageError(f"{name}={value!r} must be a number of steps, at least 1, or -1 for whole rollouts")
-    return value
-
-
 def use_sde() -> Any:
     """The argument that turns state-dependent noise on."""
     return setting(
@@ -65,7 +58,7 @@ def sde_sample_freq(interval: str = "rollout") -> Any:
     """The argument that says how often new matrices are drawn."""
     return setting(
         -1, f"steps of a rollout after which new matrices are drawn; -1: once per {interval}", attribute="",
-        check=check_frequency, idle=without_sde)  # fmt: skip
+        least=1, besides=(-1, "whole rollouts"), idle=without_sde)  # fmt: skip
 
 
 def without_sde(module: Any) -> str | None:

@@ -43,6 +43,7 @@ class Setting:
         above: number that it must exceed.
         below: number that it must stay under.
         unit: of a whole number, for the error.
+        besides: a number outside the range that it may be too, and what for.
         one_of: the words that it may be.
         schedule: a number or a schedule of one; the attribute is the value at the moment.
         check: returns the value as it becomes a hyperparameter; raises for one that can't be used.
@@ -64,6 +65,7 @@ class Setting:
     above: float = -math.inf
     below: float = math.inf
     unit: str = ""
+    besides: tuple[int, str] | None = None
     one_of: tuple[str, ...] = ()
     schedule: bool = False
     check: Callable[[str, Any], Any] | None = None
@@ -131,6 +133,8 @@ class Setting:
             if not number.is_integer():
                 raise UsageError(f"{name}={value} must be a whole number")
             value = int(value)
+        if self.besides is not None and number == self.besides[0]:
+            return value
         if not (self.least <= number <= self.most and self.above < number < self.below) or math.isinf(number):
             raise UsageError(f"{name}={value} must {self.range}")
         return value
@@ -144,7 +148,8 @@ class Setting:
         if float in self.kinds:
             of = "" if math.isinf(low) else f" above {low:g}" if is_open else f" of at least {low:g}"
             return f"be a finite number{of}"
-        return f"be at least {low:g}{f' {self.unit}' if self.unit else ''}"
+        other = f", or {self.besides[0]} for {self.besides[1]}" if self.besides else ""
+        return f"be at least {low:g}{f' {self.unit}' if self.unit else ''}{other}"
 
 
 def setting(default: Any, says: str, **rules: Any) -> Any:
