@@ -13,7 +13,7 @@ from datamodules.envs.torch import CartPole
 from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentPPO
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.fast import graphs
+from rl_modules.fast import is_recording
 from rl_modules.fast.adam import FusedAdam
 from tests.fake_graph import use_tapes
 from tests.training import fit
@@ -209,4 +209,4 @@ def test_evaluation_and_a_second_fit():
         trainer, _ = train(module, "torch/CartPole-v1", n_steps=16, eval_freq=256)
         assert float(trainer.callback_metrics["eval/mean_reward"]) >= 8
         assert "training_step" not in vars(module)
-        assert not graphs.is_recording()
+        assert not is_recording()
