@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,8 @@ from typing import Any
 
 from recipes import configs
 from recipes.callbacks import curves
-from recipes.pictures import draw_curves
 from rl_modules.common.errors import UsageError
+from rl_modules.common.extras import install
 
 #: File with a stage's settings and, after its completion, the time that it took.
 RECORD = "stage.json"
@@ -182,9 +183,32 @@ class Pipeline:
         """Draws the curves of all stages into ``curves.png``, one stage after the other over the optimizer step."""
         points = {stage: curves.points(self.folder / stage / "run") for stage in stages}
         path = self.folder / "curves.png"
-        draw_curves(points, metrics).save(path)
-        print(f"curves: {path}, and tensorboard --logdir {self.folder}")
+        try:
+            draw_curves(points, metrics).savefig(path, dpi=120)
+            print(f"curves: {path}, and tensorboard --logdir {self.folder}")
+        except ModuleNotFoundError:
+            print(f"curves: tensorboard --logdir {self.folder}; curves.png needs matplotlib: {install('compare')}")
         return path
+
+
+def draw_curves(points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str]) -> Any:
+    """Draws the curves of several stages by metric, one stage after the other, as a figure of matplotlib."""
+    from matplotlib.figure import Figure
+
+    shown = [metric for metric in metrics if any(points[stage].get(metric) for stage in points)] or ["no curve"]
+    figure = Figure(figsize=(8, 1.8 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    start = 0
+    for i, (stage, found) in enumerate(points.items()):
+        for panel, metric in zip(panels, shown, strict=True):
+            steps, values = zip(*found.get(metric) or [(0, math.nan)], strict=True)
+            panel.plot([start + step for step in steps], values, color=f"C{i}", label=stage)
+            panel.axvline(start, color="0.8", linewidth=0.8)
+            panel.set_title(metric, fontsize="small", loc="left")
+        start += max((curve[-1][0] for curve in found.values() if curve), default=0)
+    panels[-1].set_xlabel("optimizer steps, one stage after the other")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(points))
+    return figure
 
 
 def changes(old: Any, new: Any, name: str = "settings") -> list[str]:

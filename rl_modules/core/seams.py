@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
@@ -48,13 +49,29 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
                          "rl_modules.contract.ExperienceSource states")  # fmt: skip
 
 
-def require_tokens(module: Any, batch: Any) -> None:
-    """Refuses a batch without tokens, which a language algorithm can't read, such as one of a ``DataLoader`` of ids.
+class BatchCheck(L.Callback):
+    """Refuses batches that a language algorithm can't read, such as those of a ``DataLoader`` of token ids."""
 
-    Batches of a user-defined step are not checked.
-    """
-    stage = module.trainer.state.stage.dataloader_prefix  # train, val, test or predict
-    step = {"train": "training_step", "val": "validation_step", "test": "test_step"}.get(stage, "predict_step")
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
+        require_tokens(module, batch, "training_step")
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
+        require_tokens(module, batch, "validation_step")
+
+    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
+        require_tokens(module, batch, "test_step")
+
+    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
+        require_tokens(module, batch, "predict_step")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+
+
+def require_tokens(module: Any, batch: Any, step: str) -> None:
+    """Refuses a batch without tokens. Batches of a user-defined step are not checked."""
+    if isinstance(batch, Mapping) and "tokens" in batch:
+        return
     kind = getattr(module, "learns_from", "")
     fitting = DATAMODULES.get(kind if isinstance(kind, str) else kind[0])
     if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):

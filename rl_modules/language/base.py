@@ -1,6 +1,6 @@
 """Base class of the language algorithms: arguments, model and tokenizer, optimizer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from rl_modules.common.factories import build, require_callable
 from rl_modules.common.foreign_names import default_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
-from rl_modules.core.seams import require_tokens
+from rl_modules.core.seams import BatchCheck
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
     check_router_loss,
@@ -350,6 +350,12 @@ class LanguageModule(LanguageMetrics):
 
         return export_model(self.model, self.tokenizer, folder)
 
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
+        trainer: Any = self.trainer
+        if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
+            trainer.callbacks = [*trainer.callbacks, BatchCheck()]
+
     def _on_fit_start(self) -> None:
         log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
@@ -366,12 +372,6 @@ class LanguageModule(LanguageMetrics):
         if not self.dropout:
             warn_of_noise(self.model)
         check_router_loss(self.model, self.hparams["model_config"] or {}, type(self).__name__, self.balances_experts)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Returns the batch; refuses one of a ``DataLoader`` that an algorithm of this project can't read."""
-        if not (isinstance(batch, Mapping) and "tokens" in batch):
-            require_tokens(self, batch)
-        return batch
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -58,7 +58,7 @@ class Script:
         end = [] if self.cut else [self.tokenizer.eos_token_id]
         ids = [*self.tokenizer(ANSWERS[len(self.asked)], add_special_tokens=False).input_ids, *end]
         self.asked.append(list(prompts[0]))
-        row = SimpleNamespace(tokens=ids, log_prob=[-1.0] * len(ids), finished=not self.cut)
+        row = SimpleNamespace(tokens=ids, log_prob=[-1.0] * len(ids), finished=not self.cut, kept=None)
         return completions_of([row], 0, "cpu", [0])
 
 
