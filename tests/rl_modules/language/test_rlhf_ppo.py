@@ -802,3 +802,44 @@ def test_texts_that_another_model_cannot_take(make, tmp_path, which):
     argument = {"reward": "reward_model_name_or_path", "reference": "ref_model_name_or_path"}[which]
     with pytest.raises(UsageError, match=rf"the {which}.* takes 8; lower max_completion_length"):
         fit(*make(**{argument: short}), max_steps=1)
+
+
+@pytest.mark.long
+def test_the_value_function_approaches_the_exact_one() -> None:
+    """With a fixed policy, V of every state is the expected reward over all completions, which are enumerated."""
+
+    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        return [value_of(ids) for ids in completion_ids]
+
+    def value_of(ids: Any) -> float:
+        """Something that depends on the first token, on the second and on whether the text ends."""
+        return sum(float(token % 3 == place) for place, token in enumerate(ids)) + 0.5 * (ids[-1] == eos)
+
+    module = RLHFPPO(
+        model_config={**TINY, "initializer_range": 0.3}, max_completion_length=2, learning_rate=5e-3, beta=0.0,
+        vf_coef=1.0, cliprange_value=None, lr_scheduler_type="constant", lam=1.0,
+    )  # fmt: skip
+    module.configure_model()
+    eos = module.tokenizer.eos_token_id
+    module.policy_loss = lambda log_prob, batch: 0.0 * log_prob.sum()  # type: ignore[method-assign]
+    data = PromptDataModule("addition", n_train=1, num_generations=256, batch_size=256, eval_steps=0,
+                            reward_funcs=reward)  # fmt: skip
+    fit(module, data, max_steps=250)
+    prompt = data.train_records[0]["prompt_ids"]
+    n, start = len(module.tokenizer), len(prompt)
+    with torch.no_grad():
+        first = module.model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        one = torch.tensor([[*prompt, token] for token in range(n)])
+        second = module.model(one).logits[:, -1].double().softmax(-1)
+        after = torch.tensor([[value_of([a, b]) for b in range(n)] for a in range(n)], dtype=torch.float64)
+        exact = (second * after).sum(1)
+        exact_start = sum(first[a] * (value_of([a]) if a == eos else exact[a]) for a in range(n))
+        texts = torch.cat([one, torch.zeros(n, 1, dtype=torch.long)], 1)
+        _, value, _ = module.policy_and_value(texts, torch.full((n,), start), torch.full((n,), 2))
+    visited = first > 0.004  # states that a run meets some dozens of times
+    visited[eos] = False
+    assert int(visited.sum()) > 10
+    assert abs(float(value[:, 0].mean() - exact_start)) < 0.05
+    error = (value[:, 1].double() - exact).abs()
+    assert float((first[visited] * error[visited]).sum() / first[visited].sum()) < 0.06
+    assert float(torch.corrcoef(torch.stack([value[visited, 1].double(), exact[visited]]))[0, 1]) > 0.98
