@@ -9,8 +9,7 @@ curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not 
 resumes from its checkpoint in ``runs/results/<row>/<seed>``. A row's ``settings.yaml`` holds those of its stored seeds:
 a config that has others since is not run beside them. ``keep`` takes over table and curves of a pipeline
 (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes ``docs/results.md``, results
-on each algorithm's page and the plots from those files: interquartile mean over seeds with a stratified bootstrap
-interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
+on each algorithm's page and the plots from those files, with the statistics and the plot of ``rl compare``.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from recipes import configs
+from recipes import comparison, configs
 
 STORE = Path(__file__).parent / "results"
 #: Folder of a run's checkpoints until its result is stored.
@@ -214,33 +213,18 @@ def run_seed(row: Row, seed: int, threads: int = 1) -> str:
 
 
 def read_run(folder: Path, row: Row) -> dict:
-    """Final value, transitions and curve (at most 200 points) out of a TensorBoard folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    curve = [(event.step, round(event.value, 4)) for event in events.Scalars(row.curve)]
+    """Final value, transitions and curve (at most 200 points) of a run's folder."""
+    curves = comparison.read(folder).curves
+    curve = [(step, round(value, 4)) for step, value in curves[row.curve]]
     keep = np.unique(np.linspace(0, len(curve) - 1, 200).astype(int))
     return {
-        "final": events.Scalars(row.tag)[-1].value,
-        "total_timesteps": events.Scalars("test/mean_reward")[-1].step,
+        "final": curves[row.tag][-1][1],
+        "total_timesteps": curves["test/mean_reward"][-1][0],
         "curve": [curve[i] for i in keep],
     }
 
 
 # -------------------------------------------------------------------- reporting
-
-
-def interquartile_mean(finals: np.ndarray) -> tuple[float, float, float]:
-    """Interquartile mean over seeds with a 95 % bootstrap interval."""
-    from rliable import library, metrics
-
-    # rliable takes a random state but draws from NumPy's global generator, so only this seed makes a table repeatable.
-    np.random.seed(0)  # noqa: NPY002
-    # rliable needs [runs, tasks] and resamples runs within each task.
-    scores, intervals = library.get_interval_estimates(
-        {"row": finals[:, None]}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2_000
-    )
-    return float(scores["row"][0]), float(intervals["row"][0, 0]), float(intervals["row"][1, 0])
 
 
 def load(row: Row) -> list[dict]:
@@ -249,23 +233,37 @@ def load(row: Row) -> list[dict]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in files if int(path.stem) >= row.first_seed]
 
 
+def as_results(row: Row, runs: list[dict]) -> list[comparison.Result]:
+    """Returns stored seeds as ``rl compare`` reads runs; the final evaluation is a metric of its own."""
+    return [
+        comparison.Result(
+            row.config, run["seed"],
+            {row.curve: run["curve"], f"final {row.tag}": [(run["total_timesteps"], run["final"])]},
+            {}, run.get("cpu_s"),
+        )
+        for run in runs
+    ]  # fmt: skip
+
+
 def report(where: str) -> None:
     """Writes ``docs/results.md``, the results of every algorithm's page, and one plot per row."""
     stored = {row: runs for row in ROWS.values() if (runs := load(row))}
     for row, runs in stored.items():
-        plot(row, runs)
+        comparison.plot(
+            as_results(row, runs), DOCS / "plots" / row.picture, f"final {row.tag}", row.curve, row.target, 70
+        )
     lines = [
         "# Results",
         "",
         "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; `python -m",
         "benchmarks.results run <row> --seeds 5` repeats a row. Each final policy plays 100 deterministic episodes on",
         "seeds outside training; the table shows the interquartile mean (IQM) over seeds with a 95 % bootstrap",
-        "interval. Tabular rows show the greedy policy's exact expected return. Time is that of the whole `rl fit`,",
-        f"from the start of the process to the summary, on one core of {where}, with other work: processor time",
-        "(—: not recorded). `target` is set in `benchmarks/results.py`, and `met by` counts the seeds that reach it.",
-        "`source's` settings are those of the source in the config's header, with the changes that it names. Rows",
-        "whose settings this project chose, by hand or by a sweep, report other seeds than those that they were",
-        "chosen on.",
+        "interval, both from three seeds on, as `rl compare` does. Tabular rows show the greedy policy's exact",
+        "expected return. Time is that of the whole `rl fit`, from the start of the process to the summary, on one",
+        f"core of {where}, with other work: processor time (—: not recorded). `target` is set in",
+        "`benchmarks/results.py`, and `met by` counts the seeds that reach it. `source's` settings are those of the",
+        "source in the config's header, with the changes that it names. Rows whose settings this project chose, by",
+        "hand or by a sweep, report other seeds than those that they were chosen on.",
         "",
         *table(stored, ".."),
     ]
@@ -298,15 +296,16 @@ def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
     ]
     for row, runs in stored.items():
         finals = np.array([run["final"] for run in runs])
-        iqm, low, high = interquartile_mean(finals)
+        (whole,) = comparison.summarize(as_results(row, runs), f"final {row.tag}").to_dict("records")
         met = "" if row.target is None else f"{int((finals >= row.target - 1e-6).sum())} of {len(runs)}"
         target = "" if row.target is None else f"{row.target:.4g}"
-        timed = [run["cpu_s"] for run in runs if "cpu_s" in run]
         walls = [run["wall_s"] for run in runs if "wall_s" in run]
-        took = f"{np.median(timed):.0f} s" if timed else f"≤ {min(walls):.0f} s" if walls else "—"
+        timed = whole["seconds"]
+        took = f"{timed:.0f} s" if timed is not None else f"≤ {min(walls):.0f} s" if walls else "—"
         cells = [f"[{row.config}]({root}/configs/{row.config}.yaml)", row.chosen or "source's",
                  f"{runs[0]['total_timesteps']:,}", str(len(runs)),
-                 f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met,
+                 *middle(whole["iqm"], whole["iqm_low"], whole["iqm_high"]), f"{whole['worst']:.2f}",
+                 target, met,
                  took]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -314,21 +313,19 @@ def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
 
 def beside_peers(stored: dict[Row, list[dict]]) -> list[str]:
     """Lines of Markdown: rows that ``benchmarks.peers`` has trained too, ours and theirs."""
-    from rliable.metrics import probability_of_improvement
-
     lines = []
     for row, runs in stored.items():
         theirs = [json.loads(path.read_text(encoding="utf-8")) for path in (STORE / row.config / PEER).glob("*.json")]
         if not theirs:
             continue
         both = [np.array([run["final"] for run in some]) for some in (runs, theirs)]
-        cells = [f"{len(finals)} | {iqm:.2f} | {low:.2f} … {high:.2f}"
-                 for finals, (iqm, low, high) in zip(both, map(interquartile_mean, both), strict=True)]  # fmt: skip
-        above = float(probability_of_improvement(*(finals[:, None] for finals in both)))
+        cells = [" | ".join([str(len(finals)), *middle(*comparison.interval(finals, middle=True))]) for finals in both]
+        above = comparison.probability_above(*both)
         versions = ", ".join(sorted({run["version"] for run in theirs}))
         name = f"[{row.config}](../configs/{row.config}.yaml)"
         target = "" if row.target is None else f"{row.target:.4g}"
-        lines.append(f"| {' | '.join((name, target, *cells, f'{above:.2f}', versions))} |")
+        chance = f"{above:.2f}" if above == above else "—"
+        lines.append(f"| {' | '.join((name, target, *cells, chance, versions))} |")
     if not lines:
         return []
     return [
@@ -344,6 +341,11 @@ def beside_peers(stored: dict[Row, list[dict]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
         *lines,
     ]
+
+
+def middle(iqm: float, low: float, high: float) -> tuple[str, str]:
+    """Returns an interquartile mean and its interval as text; below three seeds there is none."""
+    return (f"{iqm:.2f}", f"{low:.2f} … {high:.2f}") if iqm == iqm else ("—", "—")
 
 
 def pictures(stored: dict[Row, list[dict]], docs: str) -> list[str]:
@@ -374,40 +376,6 @@ def keep(name: str, folder: Path) -> None:
     table = (folder / "results.md").read_text(encoding="utf-8").strip()
     (STORE / "pipelines" / f"{name}.md").write_text(f"{table}\n\n{command}\n", encoding="utf-8")
     shutil.copy(folder / "curves.png", DOCS / "plots" / f"pipeline_{name}.png")
-
-
-def plot(row: Row, runs: list[dict]) -> None:
-    """Return over transitions: mean over seeds, its 95 % bootstrap interval, every seed and its final evaluation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-    from scipy.stats import bootstrap
-
-    steps = np.array(max((run["curve"] for run in runs), key=len), float)[:, 0]
-    values = np.array([np.interp(steps, *np.array(run["curve"], float).T) for run in runs])
-    figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
-    axes.plot(steps, values.T, color="C0", alpha=0.25, linewidth=0.7)
-    if len(runs) > 1:
-        interval = bootstrap(
-            (values,), np.mean, n_resamples=2_000, method="percentile", rng=np.random.default_rng(0)
-        ).confidence_interval
-        axes.fill_between(steps, interval.low, interval.high, alpha=0.25, linewidth=0)
-    axes.plot(steps, values.mean(0), color="C0")
-    axes.scatter([run["total_timesteps"] for run in runs], [run["final"] for run in runs], color="C1", s=9, zorder=3)
-    if row.target is not None:
-        axes.axhline(row.target, color="gray", linestyle="--", linewidth=1)
-    axes.set(
-        title=row.config,
-        xlabel="transitions",
-        ylabel="expected return, greedy" if row.curve.startswith("eval") else "mean return of 100 episodes",
-    )
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    (DOCS / "plots").mkdir(parents=True, exist_ok=True)
-    figure.savefig(DOCS / "plots" / row.picture, dpi=80)
-    plt.close(figure)
 
 
 def main() -> None:

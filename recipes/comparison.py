@@ -312,7 +312,14 @@ def _with_interval(value: float, low: float, high: float) -> str:
 # ---------------------------------------------------------------- a plot
 
 
-def plot(results: Sequence[Result], file: str | Path, metric: str | None = None, **texts: str) -> None:
+def plot(
+    results: Sequence[Result],
+    file: str | Path,
+    metric: str | None = None,
+    curve: str | None = None,
+    target: float | None = None,
+    dpi: int = 120,
+) -> None:
     """Draws the runs' curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
     The mean of a row ends where its shortest run does. A metric that is evaluated a few times is drawn by its training
@@ -321,8 +328,10 @@ def plot(results: Sequence[Result], file: str | Path, metric: str | None = None,
     Args:
         results: the runs; those that differ in their seed alone share a color.
         file: to write, as .png, .pdf or .svg.
-        metric: what is drawn; None: as in :func:`compare`.
-        **texts: of the axes, as ``matplotlib``'s ``set`` takes them: title, xlabel, ylabel.
+        metric: as in :func:`compare`.
+        curve: what is drawn, if not the metric itself.
+        target: of the metric, a dashed line.
+        dpi: pixels per inch of a plot of 6.4 by 4 inches.
 
     Raises:
         UsageError: matplotlib knows no format of that name.
@@ -331,7 +340,7 @@ def plot(results: Sequence[Result], file: str | Path, metric: str | None = None,
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     judged = chosen_metric(results, metric)
-    drawn = DRAWN.get(judged, judged) if metric is None else judged
+    drawn = curve or (DRAWN.get(judged, judged) if metric is None else judged)
     drawn = drawn if all(drawn in run.curves for run in results) else judged
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
@@ -353,13 +362,15 @@ def plot(results: Sequence[Result], file: str | Path, metric: str | None = None,
         if drawn != judged:
             axes.scatter([_end(run) for run in runs], finals, color=f"C{i}", s=9, zorder=3)
     in_control = drawn.startswith("rollout/") or any("rollout/ep_rew_mean" in run.curves for run in results)
-    axes.set(**{"xlabel": "transitions" if in_control else "optimizer steps", "ylabel": drawn, **texts})
+    axes.set(xlabel="transitions" if in_control else "optimizer steps", ylabel=drawn)
+    if target is not None:
+        axes.axhline(target, color="gray", linestyle="--", linewidth=1)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower center", fontsize="small")
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(file, dpi=120)
+        figure.savefig(file, dpi=dpi)
     except ValueError as error:
         raise UsageError(f"plot={file}: {error}") from error
 
