@@ -13,7 +13,7 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 from datamodules.language.coroutines import EventLoop, TooLong
-from datamodules.language.environments import Environment
+from datamodules.language.environments import Environment, replayable
 
 #: Threads that wait for environments at once.
 _MOST_THREADS = 512
@@ -62,7 +62,7 @@ class Worker:
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make, self._lock = make, threading.Lock()
-        self._replays = getattr(getattr(make, "func", make), "replayable", True)
+        self._replays = replayable(make)
         self._process: Any = None
         #: Of each environment the calls so far, and those that are in the process.
         self._calls: dict[int, list[tuple[str, Any]]] = {}

@@ -79,6 +79,12 @@ def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any])
     return cls
 
 
+def replayable(given: str | EnvironmentClass) -> bool:
+    """Whether an environment can be brought back to where it was by the same record and messages."""
+    cls = load_object(given, "environment") if isinstance(given, str) else given
+    return bool(getattr(getattr(cls, "func", cls), "replayable", True))
+
+
 def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any]) -> Message:
     """What the model wrote in a turn as the assistant's message for the environment; ``tools`` are the schemas of those
     that it may call.

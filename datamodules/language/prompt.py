@@ -16,6 +16,7 @@ from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.dialogue_fields import dialogue_metrics, environment, opened
 from datamodules.language.mixture import SOURCE, MixedOrder, Mixture, checked_weights, load_curriculum
+from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
@@ -532,6 +533,16 @@ class PromptDataModule(LanguageDataModule):
         n_micro = self._n_micro
         length = self.steps_per_generation * self.num_iterations * n_micro
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.environment is None or not self.is_fitting:
+            return
+        from datamodules.language.environments import replayable
+
+        if not replayable(self.environment):
+            notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin anew, "
+                   "in new environments")  # fmt: skip
 
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
         return resumed_position(position, saved, self._layout, begun=len(self._ahead) > 0)

@@ -73,6 +73,12 @@ class Short(Count):
         return super().reset(record)
 
 
+class Outside(Count):
+    """Has a state that the record and the messages do not determine."""
+
+    replayable = False
+
+
 class Broken(Count):
     def reset(self, record):
         raise RuntimeError("never")

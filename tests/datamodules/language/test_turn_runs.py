@@ -103,11 +103,11 @@ def test_the_critic_looks_from_turn_to_turn(folder):
     assert F.masked_mean(rollout["turn_reward"], rollout["written"]) > 0
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_failing_environment_costs_its_dialogue(folder, capsys, workers):
+@pytest.mark.parametrize(("workers", "rows"), [(0, 32), pytest.param(2, 12, marks=pytest.mark.slow)])
+def test_a_failing_environment_costs_its_dialogue(folder, workers, rows):
     module = module_of(GRPO, folder)
     seen = rollouts_of(module)
-    fit(module, data_of("Fragile", env_timeout_s=0.2, env_workers=workers, batch_size=32), max_steps=1)
+    fit(module, data_of("Fragile", env_timeout_s=0.2, env_workers=workers, batch_size=rows), max_steps=1)
     rollout, fields = seen[0]
     for row, dialogue in enumerate(rollout["dialogues"]):
         failed = dialogue["ended"] == "failed"
@@ -118,7 +118,7 @@ def test_a_failing_environment_costs_its_dialogue(folder, capsys, workers):
     errors = {dialogue["error"] for dialogue in rollout["dialogues"]}
     assert any("ValueError: broken" in error for error in errors) and any("longer than 0.2 s" in e for e in errors)
     mean, count = rollout["logged"]["environment/failed"]
-    assert count == 32 and 0.2 < mean < 0.9
+    assert count == rows and 0.2 < mean < 0.9
 
 
 def test_an_environment_that_always_fails_ends_the_run(folder):
@@ -194,3 +194,12 @@ def test_filters_hold_in_every_turn(folder):
     rollout, fields = seen[0]
     own = rollout["written"]
     torch.testing.assert_close(fields["log_prob"][own], rollout["log_prob"][own], atol=1e-4, rtol=1e-4)
+
+
+def test_a_resumed_run_says_that_an_environment_begins_anew(folder, tmp_path, caplog):
+    arguments = {"num_generations": 4, "batch_size": 8}
+    path = tmp_path / "a.ckpt"
+    fit(module_of(GRPO, folder), data_of("Outside", **arguments), max_steps=1).save_checkpoint(path)
+    assert not caplog.messages
+    fit(module_of(GRPO, folder), data_of("Outside", **arguments), ckpt_path=path, max_steps=2)
+    assert any("Outside is not replayable: dialogues that had begun begin anew" in text for text in caplog.messages)
