@@ -18,6 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from datamodules.language.calls import message_parser
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 
@@ -87,9 +88,11 @@ def replayable(given: str | EnvironmentClass) -> bool:
 
 def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any]) -> Message:
     """What the model wrote in a turn as the assistant's message for the environment; ``tools`` are the schemas of those
-    that it may call.
+    that it may call, and calls are read in the tokenizer's format.
     """
-    return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
+    if not tools:
+        return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
+    return message_parser(tokenizer, tools)(tokenizer.decode(list(tokens)), "")
 
 
 def check_messages(messages: Any, method: str, name: str) -> None:

@@ -244,3 +244,9 @@ class Islands(OneCall):
     def call(self) -> dict[str, Any]:
         """The search, for the island's name."""
         return {"name": "search", "arguments": {"query": self.record["prompt"].rpartition(" ")[2].rstrip("?")}}
+
+
+#: The worlds by name.
+WORLDS: dict[str, type[TextMaze] | type[Guess] | type[Arithmetic] | type[Islands]] = {
+    "maze": TextMaze, "guess": Guess, "arithmetic": Arithmetic, "islands": Islands,
+}  # fmt: skip
