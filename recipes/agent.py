@@ -78,8 +78,9 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
     def measure(name: str, model: Path) -> None:
         arguments = {**judge, "model.model_name_or_path": str(model)}
-        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments),
-                                       {"config": configs.text(given.grpo), "arguments": arguments}, [model.parent])  # fmt: skip
+        settings = {"config": configs.text(given.grpo), "arguments": arguments}
+        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments), settings,
+                                       [model.parent])  # fmt: skip
 
     model = pipeline.fit("sft", given.sft, {
         **seed, "model.tokenizer_name_or_path": str(made / "tokenizer"), "data.path": str(made / "dialogues.jsonl"),
@@ -101,9 +102,9 @@ def write_records(world: str, dialogues: int, seed: int, folder: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
     cls = WORLDS[world]
-    brief = {} if issubclass(cls, OneCall) else {"brief": True}
+    player = cls() if issubclass(cls, OneCall) else cls(brief=True)
     rows = {
-        "dialogues": demonstrations(cls(**brief), cls.records("train", dialogues, seed), seed),
+        "dialogues": demonstrations(player, cls.records("train", dialogues, seed), seed),
         "train": cls.records("train", 4096, seed + 1),
         "test": cls.records("test", 256, seed),
     }

@@ -76,8 +76,9 @@ def _said(text: str) -> Message:
 class TextMaze:
     """The maze of ``Maze-v0`` as text: the model reads its cell and answers with a direction.
 
-    ``left``, ``down``, ``right``, ``up``, or their first letters, move; anything else ends the dialogue without a
-    reward. The reward is the maze's. A dialogue ends after ``max_steps`` moves.
+    ``left``, ``down``, ``right``, ``up``, or their first letters, move; anything else ends the dialogue and costs as
+    much as the trap, because a model that has learned only to avoid the trap would else stop there. The reward is the
+    maze's. A dialogue ends after ``max_steps`` moves.
 
     Args:
         layout: of :class:`datamodules.envs.maze.Maze`.
@@ -111,7 +112,7 @@ class TextMaze:
         word = str(message.get("content") or "").strip().casefold()
         action = next((i for i, name in enumerate(self.names) if word in (name, name[0])), None)
         if action is None:
-            return [], 0.0, True
+            return [], -10.0, True
         self.state, reward, terminated, _, _ = self.maze.step(action)
         self._steps += 1
         done = terminated or self._steps >= self.max_steps

@@ -5,7 +5,7 @@
 # it. This page removes both: the other completions of the same prompt are the baseline, and a program checks the
 # answer. This is group relative policy optimization, the algorithm behind DeepSeek-R1.
 #
-# **Before:** [11. RLHF](11_rlhf.ipynb) · [glossary](glossary.md)
+# **Before:** [11. RLHF](11_rlhf.ipynb) · **Next:** [13. Agents](13_agents.ipynb) · [glossary](glossary.md)
 #
 # ## The group is the baseline
 #
@@ -274,7 +274,7 @@ print("student", round(h.pass_rate(student), 3), "teacher", round(h.pass_rate(po
 #
 # ## Where to go from here
 #
-# [All curves together](13_together.ipynb) closes the guide. The same class and the same file train pretrained
+# [The next page](13_agents.ipynb) lets the policy act in turns. The same class and the same file train pretrained
 # checkpoints: [GRPO](../language/grpo.md), [tasks and rewards of your own](../language/tasks.md), [samplers and
 # vLLM](../language/sampling.md).
 #

@@ -59,8 +59,8 @@ def test_the_maze_as_text_is_the_maze_of_the_table():
         assert play(world, {}, [word[0].upper() for word in words])[1] == earned
 
 
-def test_another_word_ends_a_walk_without_a_reward_and_the_horizon_ends_it_too():
-    assert play(TextMaze(), {}, ["right", "north"])[1:] == (0.0, True)
+def test_another_word_ends_a_walk_like_the_trap_and_the_horizon_ends_it_too():
+    assert play(TextMaze(), {}, ["right", "north"])[1:] == (-10.0, True)
     assert play(TextMaze(max_steps=2), {}, ["left", "left"])[1:] == (0.0, True)
 
 

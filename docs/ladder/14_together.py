@@ -5,7 +5,7 @@
 # laid over one another. This page draws the curves that the notebooks kept (`curves.json`), each as the mean of its
 # seeds with a band from the lowest to the highest.
 #
-# **Before:** [12. GRPO](12_grpo.ipynb) · [the field guide](index.md)
+# **Before:** [13. Agents](13_agents.ipynb) · [the field guide](index.md)
 #
 # ## Tables
 #

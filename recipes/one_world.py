@@ -1,0 +1,231 @@
+"""One world, six learners: value iteration, Q-learning, DQN, PPO, recurrent PPO and a language model in the same maze.
+
+python -m recipes.one_world              at most 15 minutes on two cores; folder runs/one_world
+python -m recipes.one_world --seed 1
+
+The world is ``Maze-v0`` with a horizon of 8 steps, whose best return, by value iteration, is 10. The exact regret, that
+best return minus the policy's exact return, is written against the steps taken in the maze: of the greedy policy for
+the control algorithms, and of the policy that samples its words for the language model. All curves are in one
+TensorBoard, ``exact/regret``, and in ``regret.png``.
+"""
+
+import argparse
+import json
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.nn.utils.rnn import pad_sequence
+
+import rl_modules
+from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
+from datamodules.envs.model import transition_model
+from datamodules.language.environments import Message, Step
+from datamodules.language.worlds import TextMaze
+from recipes.agent import write_records
+from recipes.cli.options import Parser
+from recipes.pictures import draw_curves
+from recipes.stages import check_folder, run_command
+from recipes.trainer import Trainer
+
+HORIZON = 8
+#: Probability below which a sequence of moves is not followed; it counts as a walk into the trap.
+LEAST = 1e-4
+#: Of each control algorithm: its arguments, and those of its datamodule.
+CONTROL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "QLearning": ({"exploration_fraction": 0.8, "exploration_initial_eps": 1.0},
+                  {"n_envs": 4, "n_steps": 4, "batch_size": None, "n_epochs": 1, "total_timesteps": 4000}),
+    "DQN": ({"learning_rate": 1e-3, "exploration_fraction": 0.5, "net_arch": [32], "target_update_interval": 50},
+            {"n_envs": 4, "learning_starts": 100, "train_freq": 8, "batch_size": 32, "buffer_size": 4000,
+             "total_timesteps": 4000}),
+    "PPO": ({"net_arch": [32], "learning_rate": 3e-3},
+            {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000}),
+    "RecurrentPPO": ({"lstm_hidden_size": 16, "net_arch": {"pi": [], "vf": []}, "learning_rate": 3e-3},
+                     {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000}),
+}  # fmt: skip
+
+
+class ExactRegret(L.Callback):
+    """Writes the exact regret after an epoch, every ``every`` steps of the maze.
+
+    Args:
+        value: from the module and its datamodule to the policy's exact return.
+        steps: the steps taken so far.
+        best: the best return.
+        every: steps between two measurements.
+    """
+
+    def __init__(self, value: Any, steps: Any, best: float, every: int) -> None:
+        self.value, self.steps, self.best, self.every = value, steps, best, every
+        self.points: list[tuple[int, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Measures the initial policy."""
+        self._measure(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Measures, where enough steps have passed."""
+        if self.steps(trainer) >= self.points[-1][0] + self.every:
+            self._measure(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Measures the final policy."""
+        if self.steps(trainer) > self.points[-1][0]:
+            self._measure(trainer, pl_module)
+
+    def _measure(self, trainer: L.Trainer, module: Any) -> None:
+        training = module.training
+        module.eval()
+        self.points.append((self.steps(trainer), self.best - self.value(module, trainer.datamodule)))  # type: ignore[attr-defined]
+        module.train(training)
+        for logger in trainer.loggers:
+            logger.log_metrics({"exact/regret": self.points[-1][1]}, step=self.points[-1][0])
+
+
+class CountedMaze(TextMaze):
+    """The maze as text, which counts the steps of all dialogues."""
+
+    taken = count()
+
+    def step(self, message: Message) -> Step:
+        """Moves."""
+        next(self.taken)
+        return super().step(message)
+
+
+def greedy_return(module: Any, data: Any) -> float:
+    """Returns the exact return of a greedy policy, which is that of one episode: the maze draws nothing."""
+    maze = gym.make("Maze-v0", max_episode_steps=HORIZON)
+    observation, _ = maze.reset()
+    state, total, ended = None, 0.0, False
+    first = torch.ones(1, dtype=torch.bool).numpy()
+    while not ended:
+        action, state = module.predict(observation, state, first, deterministic=True)
+        observation, reward, terminated, truncated, _ = maze.step(int(action))
+        total, ended, first = total + float(reward), terminated or truncated, ~first & first
+    return total
+
+
+@torch.no_grad()
+def dialogue_return(module: Any, data: Any) -> float:
+    """Returns the exact expected return of a language model that samples its words: follows all sequences of moves.
+
+    Every other word ends a walk like the trap, and so do sequences of probability below ``LEAST``: a lower bound, exact
+    to 20 times their total probability.
+    """
+    world, tokenizer = TextMaze(max_steps=HORIZON, brief=True), module.tokenizer
+    words = [name[0] for name in world.names]
+    letters, (stop,) = tokenizer.convert_tokens_to_ids(words), module.settings().eos_token_id
+    total, unfinished = 0.0, 0.0
+    walks: list[tuple[int, float, list[Message]]] = [(0, 1.0, world.reset({}))]
+    for _ in range(HORIZON):
+        texts = [tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"] for _, _, said in walks]
+        rows = [torch.tensor([*text, letter]) for text in texts for letter in letters]
+        logits = module.model(pad_sequence(rows, batch_first=True)).logits.log_softmax(-1)
+        last = torch.tensor([len(row) - 1 for row in rows])
+        index = torch.arange(len(rows))
+        chances = (logits[index, last - 1, torch.tensor(letters).repeat(len(walks))] + logits[index, last, stop]).exp()
+        further = []
+        for (state, weight, said), each in zip(walks, chances.view(-1, len(words)).tolist(), strict=True):
+            total -= 10.0 * weight * (1 - sum(each))
+            for action, chance in enumerate(each):
+                [(_, there, reward, ended)] = world.maze.P[state][action]
+                total += weight * chance * reward
+                world.state = there
+                answer = [{"role": "assistant", "content": words[action]}, {"role": "user", "content": world.cell()}]
+                if not ended and weight * chance >= LEAST:
+                    further.append((there, weight * chance, [*said, *answer]))
+                elif not ended:
+                    unfinished += weight * chance
+        walks = further
+        if not walks:
+            break
+    return total - 10.0 * unfinished
+
+
+def main(args: list[str] | None = None) -> None:
+    """Trains all; prints the table and writes the picture."""
+    run_command(run, parse, args)
+
+
+def parse(args: list[str]) -> tuple[argparse.Namespace]:
+    """Returns the command's arguments."""
+    parser = Parser("python -m recipes.one_world", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--folder", default="runs/one_world", help="where everything goes")
+    parser.add_argument("--seed", type=int, default=0, help="of every learner")
+    return (parser.parse_args(args),)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Trains all; prints the last regret of each."""
+    check_folder(given.folder)
+    folder = Path(given.folder)
+    model = transition_model(gym.make("Maze-v0", max_episode_steps=HORIZON))
+    assert model is not None
+    best = model.optimal_return()
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, (arguments, settings) in CONTROL.items():
+        L.seed_everything(given.seed, verbose=False)
+        kind = ReplayDataModule if name == "DQN" else RolloutDataModule
+        data = kind("Maze-v0", env_kwargs={"max_episode_steps": HORIZON}, seed=given.seed, eval_freq=0, **settings)
+        exact = ExactRegret(greedy_return, lambda trainer: trainer.datamodule.num_timesteps, best, 100)
+        fit(folder, name, getattr(rl_modules, name)(**arguments), data, exact)
+        curves[name] = {"exact/regret": exact.points}
+    curves["language model"] = {"exact/regret": language_model(folder, given.seed, best)}
+    draw_curves(curves, ["exact/regret"]).save(folder / "regret.png")
+    last = {"value iteration": 0.0, **{name: points["exact/regret"][-1][1] for name, points in curves.items()}}
+    (folder / "regret.json").write_text(json.dumps(curves), "utf-8")
+    lines = [f"| {name} | {value:.4f} |" for name, value in last.items()]
+    print("\n".join(["| learner | exact regret, of 10 |", "|---|---|", *lines]))
+    print(f"curves: {folder / 'regret.png'}, and tensorboard --logdir {folder}")
+
+
+def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, float]]:
+    """Supervised fine-tuning on random walks, whose steps count too, then GRPO in turns; returns the regrets."""
+    records = folder / "records"
+    if not records.exists():
+        records.mkdir(parents=True)
+        write_records("maze", 500, seed, records)
+    small = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 4}  # fmt: skip
+    walked = sum(
+        message["role"] == "assistant"
+        for line in (records / "dialogues.jsonl").read_text("utf-8").splitlines()
+        for message in json.loads(line)["messages"]
+    )
+    L.seed_everything(seed, verbose=False)
+    start = rl_modules.SFT(model_config=small, tokenizer_name_or_path=str(records / "tokenizer"), learning_rate=3e-3,
+                           lr_scheduler_type="constant_with_warmup", warmup_steps=10)  # fmt: skip
+    shown = InstructionDataModule(path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed)
+    imitated = ExactRegret(dialogue_return, lambda trainer: 0, best, 1)
+    fit(folder, "SFT", start, shown, imitated, max_steps=80)
+    shutil.rmtree(folder / "start", ignore_errors=True)
+    start.export(folder / "start")
+    learner = rl_modules.GRPO(
+        model_name_or_path=str(folder / "start"), loss_type="dapo",
+        learning_rate=1e-3, lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_completion_length=64,
+    )  # fmt: skip
+    asked = PromptDataModule(
+        path=str(records / "train.jsonl"), environment=CountedMaze, max_turns=HORIZON, max_turn_tokens=3, seed=seed,
+        environment_kwargs={"brief": True, "max_steps": HORIZON}, num_generations=64, batch_size=64, n_eval=0,
+    )  # fmt: skip
+    CountedMaze.taken = count(walked)
+    played = ExactRegret(dialogue_return, lambda trainer: int(repr(CountedMaze.taken)[6:-1]), best, 1000)
+    fit(folder, "GRPO", learner, asked, played, max_steps=150)
+    return played.points
+
+
+def fit(folder: Path, name: str, module: Any, data: Any, exact: ExactRegret, **how: Any) -> None:
+    """Trains with a TensorBoard of its own below the folder."""
+    logger = TensorBoardLogger(str(folder), name=name, version="", default_hp_metric=False)
+    Trainer(callbacks=[exact], logger=logger, accelerator="cpu", enable_checkpointing=False, evaluate=False,
+            default_root_dir=str(folder), **how).fit(module, datamodule=data)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
