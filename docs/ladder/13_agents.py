@@ -74,7 +74,7 @@ for word in ("r", "r", "d"):
 # ## The run
 #
 # The model starts with random weights, so it writes noise, every dialogue costs 10, and no group has a spread. SFT
-# on 500 *random walks* teaches the form of a dialogue and nothing about the goal. GRPO follows, with 128 dialogues
+# on 500 *random walks* teaches the form of a dialogue and nothing about the goal. GRPO follows, with 64 dialogues
 # of the one prompt as its group. The exact return of the policy that samples its words follows from the
 # probabilities of all sequences of moves (`dialogue_return`).
 
@@ -90,13 +90,14 @@ if not h.SHORT:
 
 
 # %%
-def train(seed, steps=120, **arguments):
+def train(seed, steps=150, learning_rate=1e-3):
     """Trains GRPO from the SFT model; returns the policy and its curves."""
-    policy = GRPO(**{"model_name_or_path": str(folder / "start"), "loss_type": "dapo", "learning_rate": 5e-4,
-                     "max_completion_length": 64, "logging_steps": 2, **arguments})  # fmt: skip
+    policy = GRPO(model_name_or_path=str(folder / "start"), loss_type="dapo", learning_rate=learning_rate,
+                  lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_completion_length=64,
+                  logging_steps=2)  # fmt: skip
     data = PromptDataModule(
         path=str(folder / "train.jsonl"), environment=TextMaze, environment_kwargs={"brief": True}, max_turns=8,
-        max_turn_tokens=3, num_generations=128, batch_size=128, n_eval=0, seed=seed,
+        max_turn_tokens=3, num_generations=64, batch_size=64, n_eval=0, seed=seed,
     )  # fmt: skip
     return policy, h.fit(policy, data, max_steps=steps)
 
@@ -117,8 +118,8 @@ if not h.SHORT:
 h.plot(runs, "train/environment/turns", "optimizer steps", "turns of a dialogue")
 
 # %% [markdown]
-# **What failure looks like.** With a step size twenty times larger the policy collapses onto one sequence of words
-# in the first steps. If that sequence reaches the goal it is luck; if not, all 128 dialogues are equal, the group
+# **What failure looks like.** With a step size ten times larger the policy collapses onto one sequence of words
+# in the first steps. If that sequence reaches the goal it is luck; if not, all 64 dialogues are equal, the group
 # has no spread, and nothing is learned again. `train/frac_reward_zero_std` is 1 at a low reward, as on page 12.
 #
 # ## Tools
