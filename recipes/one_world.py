@@ -10,6 +10,7 @@ TensorBoard, ``exact/regret``, and in ``regret.png``.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 from itertools import count
@@ -29,7 +30,6 @@ from datamodules.language.environments import Message, Step
 from datamodules.language.worlds import TextMaze
 from recipes.agent import write_records
 from recipes.cli.options import Parser
-from recipes.pictures import draw_curves
 from recipes.stages import check_folder, run_command
 from recipes.trainer import Trainer
 
@@ -168,21 +168,38 @@ def run(given: argparse.Namespace) -> None:
     model = transition_model(gym.make("Maze-v0", max_episode_steps=HORIZON))
     assert model is not None
     best = model.optimal_return()
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for name, (arguments, settings) in CONTROL.items():
         L.seed_everything(given.seed, verbose=False)
         kind = ReplayDataModule if name == "DQN" else RolloutDataModule
         data = kind("Maze-v0", env_kwargs={"max_episode_steps": HORIZON}, seed=given.seed, eval_freq=0, **settings)
         exact = ExactRegret(greedy_return, lambda trainer: trainer.datamodule.num_timesteps, best, 100)
         fit(folder, name, getattr(rl_modules, name)(**arguments), data, exact)
-        curves[name] = {"exact/regret": exact.points}
-    curves["language model"] = {"exact/regret": language_model(folder, given.seed, best)}
-    draw_curves(curves, ["exact/regret"]).save(folder / "regret.png")
-    last = {"value iteration": 0.0, **{name: points["exact/regret"][-1][1] for name, points in curves.items()}}
+        curves[name] = exact.points
+    curves["language model"] = language_model(folder, given.seed, best)
+    last = {"value iteration": 0.0, **{name: points[-1][1] for name, points in curves.items()}}
     (folder / "regret.json").write_text(json.dumps(curves), "utf-8")
     lines = [f"| {name} | {value:.4f} |" for name, value in last.items()]
     print("\n".join(["| learner | exact regret, of 10 |", "|---|---|", *lines]))
-    print(f"curves: {folder / 'regret.png'}, and tensorboard --logdir {folder}")
+    print(f"curves: tensorboard --logdir {folder}")
+    with contextlib.suppress(ModuleNotFoundError):
+        draw(curves, folder / "regret.png")
+        print(f"picture: {folder / 'regret.png'}")
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
+    """Draws all regrets over one axis, the steps taken in the maze; value iteration has none from the start."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        steps, regrets = zip(*points, strict=True)
+        axes.plot([max(step, 1) for step in steps], regrets, label=name)
+    axes.axhline(0, color="0.5", linestyle="--", linewidth=1, label="value iteration")
+    axes.set(xscale="log", xlabel="steps taken in the maze", ylabel="exact regret, of a best return of 10")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, float]]:
