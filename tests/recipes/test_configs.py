@@ -64,7 +64,8 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
     language = re.search(r"class_path: (Instruction|Preference|Prompt)DataModule", text) is not None
     if language:
         small = ["--trainer.max_steps=2", "--data.n_train=64", "--data.batch_size=16", "--data.n_eval=4",
-                 "--trainer.accelerator=cpu", *["--data.num_generations=8"] * ("num_generations: 64" in text)]  # fmt: skip
+                 "--trainer.accelerator=cpu"]  # fmt: skip
+        small += ["--data.num_generations=8"] * ("num_generations: 64" in text)
     if name.partition("/")[0] in ("dqn", "qrdqn", "c51", "ddpg", "td3", "sac", "tqc", "crossq"):
         small += ["--data.learning_starts=100", "--data.buffer_size=1000"]
     try:
