@@ -115,7 +115,7 @@ def greedy_return(module: Any, data: Any) -> float:
 def dialogue_return(module: Any, data: Any) -> float:
     """Returns the exact expected return of a language model that samples its words: follows all sequences of moves.
 
-    Every other word ends a walk like the trap. Sequences of probability below ``LEAST`` are not followed and count as 0:
+    Every other word ends a walk like the trap. Sequences of probability below ``LEAST`` are not followed and count 0:
     the result is exact to 10 times their total probability, which a trained policy has next to none of.
     """
     world, tokenizer = TextMaze(max_steps=HORIZON, brief=True), module.tokenizer
