@@ -19,6 +19,7 @@ from datamodules.language.mixture import SOURCE, MixedOrder, Mixture, checked_we
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.rollouts import store
 from datamodules.language.rows import (
     RowLengths,
     chosen_rows,
@@ -69,6 +70,9 @@ class PromptDataModule(LanguageDataModule):
         "With ``model.sampler: vllm_server`` they are generated and scored during training; the samplers of this "
         "process generate them before, and only the reward functions run during training. 0: every generation uses the "
         "current weights", least=0)  # fmt: skip
+    rollouts_path: str | None = setting(
+        None, "folder to which the completions of every generation are written with their records and rewards, for "
+        "``rl rescore``; None: none")  # fmt: skip
     ptx_batch_size: int = setting(0, "demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0)
     ptx_path: str | None = setting(
         None, "JSONL file of them, with prompt and completion; None: the task's or source's own")  # fmt: skip
@@ -274,6 +278,8 @@ class PromptDataModule(LanguageDataModule):
             rollout = self._rollout(self.generation_size // self.num_generations)
             prepared = module.prepare(rollout)
         module.train(training)
+        if self.rollouts_path is not None:
+            store(self.rollouts_path, self.generation, self._rank, rollout)
         self.generation += 1
         if self.reweigh is not None:
             self._follow_curriculum()

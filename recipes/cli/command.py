@@ -1,6 +1,7 @@
 """Dispatches the words after ``rl`` to a command, and turns errors and signals into a sentence and an exit code."""
 
 import errno
+import json
 import shlex
 import signal
 import sys
@@ -133,6 +134,13 @@ def _run_alone(command: str, given: Any) -> None:
         quiet()
         folder = export(given.ckpt_path, given.output, given.model)
         print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+    elif command == "rescore":
+        add_working_directory()
+        from datamodules.language.rollouts import rescore
+
+        quiet()
+        specs = [json_or_text(word) for word in given.reward_funcs]
+        print(rescore(given.paths, specs, given.task, given.output))
     elif command == "replay":
         add_working_directory()
         from recipes.cli.recomputation import replay_command
@@ -148,6 +156,16 @@ def _run_alone(command: str, given: Any) -> None:
         print(verdict)
         if not verdict.is_same:
             raise SystemExit(1)
+
+
+def json_or_text(word: str) -> Any:
+    """An entry of a list of reward functions: a name, or JSON of a name with its settings."""
+    if not word.startswith("{"):
+        return word
+    try:
+        return json.loads(word)
+    except ValueError as error:
+        raise UsageError(f'--reward_funcs {word}: {error}; write JSON, {{"name": {{"setting": 1}}}}') from error
 
 
 def _in_order(args: list[str], default_config: str | None) -> list[str]:

@@ -36,6 +36,7 @@ commands:
   sweep      search settings with Optuna: rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
+  rescore    score stored completions again: rl rescore rollouts --reward_funcs exact_answer
   verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0
   serve      generate completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
   list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
@@ -123,6 +124,15 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "run": _RUN, "--step": {"type": int, "required": True, "help": "number of the update, from 1"},
         "--output": {"type": Path, "help": "file to write; default: update-<step>.pt"},
         "--interactive": {"action": "store_true", "help": "open a Python console with the update and the model"},
+    }),
+    "rescore": ("Scores stored completions with other reward functions, as in rl rescore rollouts --reward_funcs "
+                "exact_answer; the rollouts come from data.rollouts_path, or from rl predict.", {
+        "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "JSONL files, or folders of them"},
+        "--reward_funcs": {"nargs": "+", "default": [], "metavar": "NAME",
+                           "help": "names, import paths, or JSON such as '{\"length_reward\": {\"target\": 20}}'"},
+        "--task": {"help": "task whose reward functions may be named; alone: its own"},
+        "--output": {"type": Path, "default": Path("rescored.jsonl"), "help": "file to write; default: "
+                     "rescored.jsonl"},
     }),
     "verify": ("Recomputes a run from one checkpoint to its last and compares bit for bit.", {
         "run": _RUN, "--from": {"dest": "start", "help": "checkpoint to start from, for example step-100; start: the "
