@@ -4,8 +4,7 @@ import csv
 import glob
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +24,7 @@ METRICS = (
     "eval/true_return", "eval/mean_reward", "eval/pass@1", "eval/accuracy", "eval/rewards/accuracies",
     "eval/rewards/margins", "eval/scores", "eval/loss", "rollout/ep_rew_mean", "train/reward", "train/accuracy",
     "train/rewards/accuracies", "train/rewards/margins", "train/objective/scores", "train/loss",
+    "train/mean_token_accuracy", "train/objective/kl",
 )  # fmt: skip
 #: Metrics of few points, and the curve that is drawn for them.
 DRAWN = {"eval/mean_reward": "rollout/ep_rew_mean"}
@@ -38,14 +38,8 @@ _SHOWN = re.compile(r"seed|env_id|trainer\.(accelerator|devices|default_root_dir
 
 @dataclass(frozen=True)
 class Result:
-    """One run as it is compared.
-
-    Args:
-        name: algorithm and task, as in ``PPO-CartPole-v1``.
-        seed: of the run.
-        curves: (step, value) by metric, in the order of the steps.
-        settings: values by dotted name.
-        seconds: of training; None: not known.
+    """One run as it is compared: its name, as in ``PPO-CartPole-v1``, its seed, (step, value) by metric in the order of
+    the steps, its settings by dotted name, and the seconds of its training, None where they are not known.
     """
 
     name: str
@@ -78,21 +72,15 @@ def compare(*runs: str | Path, metric: str | None = None, mode: str | None = Non
     return summarize(read_all(runs), metric, mode)
 
 
-def compare_command(
-    runs: Sequence[str | Path],
-    metric: str | None = None,
-    mode: str | None = None,
-    picture: Path | None = None,
-    table: Path | None = None,
-) -> None:
+def compare_command(given: Any) -> None:
     """Prints the table of ``rl compare``, and writes its files."""
-    results = read_all(runs)
-    frame = summarize(results, metric, mode)
+    results = read_all(given.runs)
+    frame = summarize(results, given.metric, given.mode)
     print(text_of(frame))
-    if picture is not None:
-        plot(results, picture, metric)
-    if table is not None:
-        frame.to_csv(table, index=False)
+    if given.plot is not None:
+        plot(results, given.plot, given.metric)
+    if given.csv is not None:
+        frame.to_csv(given.csv, index=False)
 
 
 def require_packages() -> None:
@@ -125,6 +113,7 @@ def runs_in(place: str | Path) -> list[Path]:
 def read(folder: Path) -> Result:
     """Reads a run's settings and curves."""
     from recipes.callbacks import curves
+    from recipes.cli import runs
 
     settings, config = (yaml.safe_load(file.read_text("utf-8")) or {} if file.exists() else {}
                         for file in (folder / "hparams.yaml", folder / "config.yaml"))  # fmt: skip
@@ -138,15 +127,8 @@ def read(folder: Path) -> Result:
         seconds: float | None = clock[-1][1]
     else:
         seconds = curves.seconds(folder) if has_events else None
-    named = {"model", "data"} <= config.keys()
-    return Result(_name(config) if named else folder.parent.name, int(settings.get("seed", 0)), points,
-                  {**settings, **trainer}, seconds)  # fmt: skip
-
-
-def _name(config: dict[str, Any]) -> str:
-    from recipes.cli.runs import configured_name
-
-    return configured_name(config)
+    name = runs.configured_name(config) if {"model", "data"} <= config.keys() else folder.parent.name
+    return Result(name, int(settings.get("seed", 0)), points, {**settings, **trainer}, seconds)
 
 
 def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
@@ -166,7 +148,10 @@ def summarize(results: Sequence[Result], metric: str | None = None, mode: str | 
     """Returns the table of :func:`compare` for runs that are read."""
     import pandas as pd
 
-    metric, mode = chosen_metric(results, metric), _mode(metric, mode, results)
+    metric = chosen_metric(results, metric)
+    mode = mode or ("min" if metric.endswith(("loss", "kl", "perplexity")) else "max")
+    if mode not in ("max", "min"):
+        raise UsageError(f"mode={mode!r} must be max or min")
     sign = -1.0 if mode == "min" else 1.0
     rows, first = [], None
     for (name, settings), runs in groups(results).items():
@@ -202,12 +187,6 @@ def chosen_metric(results: Sequence[Result], metric: str | None) -> str:
     return str(metric)
 
 
-def _mode(metric: str | None, mode: str | None, results: Sequence[Result]) -> str:
-    if mode not in (None, "max", "min"):
-        raise UsageError(f"mode={mode!r} must be max or min")
-    return mode or ("min" if chosen_metric(results, metric).endswith(("loss", "kl", "perplexity")) else "max")
-
-
 def _end(run: Result) -> int:
     return max(points[-1][0] for points in run.curves.values())
 
@@ -235,17 +214,6 @@ def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
     return found
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Seeds NumPy's global generator for a while: rliable takes a random state, and draws from this one."""
-    before = np.random.get_state()  # noqa: NPY002
-    np.random.seed(0)  # noqa: NPY002
-    try:
-        yield
-    finally:
-        np.random.set_state(before)  # noqa: NPY002
-
-
 def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
     """Mean over seeds, or interquartile mean, with its 95 % bootstrap interval.
 
@@ -265,10 +233,12 @@ def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
         return (nothing if middle else point), nothing, nothing
     from rliable import library
 
-    with _seeded():  # rliable resamples runs within each task; here is one task
-        _, found = library.get_interval_estimates(
-            {"runs": values.reshape(len(values), 1, -1)}, lambda x: statistic(x[:, 0]), reps=RESAMPLES
-        )
+    before = np.random.get_state()  # noqa: NPY002
+    np.random.seed(0)  # noqa: NPY002  # rliable takes a random state, and draws from this generator
+    # It resamples runs within each task; here is one task.
+    tasks = {"runs": values.reshape(len(values), 1, -1)}
+    _, found = library.get_interval_estimates(tasks, lambda x: statistic(x[:, 0]), reps=RESAMPLES)
+    np.random.set_state(before)  # noqa: NPY002
     low, high = found["runs"].reshape(2, *np.shape(point))
     return point, low, high
 

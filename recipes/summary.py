@@ -17,15 +17,11 @@ import rl_modules
 from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder, write_hparams
+from recipes.comparison import METRICS
 from rl_modules.common.spaces import image_brief
 from rl_modules.core.curves import write_point
 from rl_modules.loggers import flat_settings
 from rl_modules.ranks import launches
-
-#: Metrics of training that say whether a language model learned; the summary has the first that a run without
-#: held-out records logs.
-LEARNED = ("train/reward", "train/accuracy", "train/rewards/accuracies", "train/rewards/margins", "train/loss",
-           "train/mean_token_accuracy", "train/objective/scores", "train/objective/kl")  # fmt: skip
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
@@ -257,7 +253,7 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
     shown = [f"{name.removeprefix('eval/')} {final[name]:.4g}" for name in order]
     if not shown:
         latest = {name: float(value) for name, value in model.latest_metrics.items()}
-        shown = [f"{name} {latest[name]:.4g}" for name in LEARNED if name in latest][:3]
+        shown = [f"{name} {latest[name]:.4g}" for name in METRICS if name in latest][:3]
         shown.append("of the last steps (no held-out records to evaluate on)" if shown else "no held-out records")
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown)}
     began_step, began_tokens = model.began_at

@@ -118,7 +118,7 @@ def _run_alone(command: str, given: Any) -> None:
     elif command == "compare":
         from recipes.comparison import compare_command
 
-        compare_command(given.runs, given.metric, given.mode, given.plot, given.csv)
+        compare_command(given)
     elif command == "learn":
         from recipes.cli.learn import learn
 

@@ -82,7 +82,8 @@ def seeds_command(words: Sequence[str]) -> None:
     finally:
         pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGTERM, before)
-    comparison.compare_command([parent / folder for folder in folders.values()])
+    results = comparison.read_all([parent / folder for folder in folders.values()])
+    print(comparison.text_of(comparison.summarize(results)))
 
 
 def _number(name: str, value: str) -> int:
