@@ -4,19 +4,14 @@ python -m recipes.c51        runs this program, a minute on one CPU core
 python -m recipes.c51 fit    trains with configs/c51/cartpole.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import ReplayDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import C51
 
 
 def main(total_timesteps: int = 50_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for networks this small
     data = ReplayDataModule(
         "CartPole-v1", buffer_size=100_000, learning_starts=1000, train_freq=256, gradient_steps=128, batch_size=64,
         n_steps=3, total_timesteps=total_timesteps,
@@ -25,12 +20,7 @@ def main(total_timesteps: int = 50_000) -> float:
         v_min=0.0, v_max=100.0, learning_rate="lin_2.3e-3", target_update_interval=10, exploration_fraction=0.16,
         exploration_final_eps=0.04, double=True, dueling=True, net_arch=[256, 256],
     )  # fmt: skip
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="C51-CartPole-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

@@ -4,12 +4,8 @@ python -m recipes.ddpg        runs this program
 python -m recipes.ddpg fit    trains with configs/ddpg/pendulum.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import ReplayDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import DDPG
 from rl_modules.action_noise import NormalActionNoise
@@ -17,18 +13,12 @@ from rl_modules.action_noise import NormalActionNoise
 
 def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for networks this small
     data = ReplayDataModule(
         "Pendulum-v1", buffer_size=200_000, learning_starts=min(10_000, total_timesteps // 2),
         total_timesteps=total_timesteps,
     )  # fmt: skip
     model = DDPG(gamma=0.98, action_noise=NormalActionNoise(sigma=0.1))
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="DDPG-Pendulum-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

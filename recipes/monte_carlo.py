@@ -4,19 +4,14 @@ python -m recipes.monte_carlo        runs this program, 70 s on one CPU core
 python -m recipes.monte_carlo fit    trains with configs/monte_carlo/frozenlake.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import RolloutDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import MonteCarlo
 
 
 def main(total_timesteps: int = 1_500_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for a table
     data = RolloutDataModule(
         "FrozenLake-v1", n_envs=32, n_steps=32, rollouts_per_epoch=10,
         total_timesteps=total_timesteps, eval_freq=150_000,
@@ -25,12 +20,7 @@ def main(total_timesteps: int = 1_500_000) -> float:
         gamma=0.999, learning_rate="1/n^0.7", initial_value=1.0, exploration_initial_eps=0.07,
         exploration_final_eps=0.07,
     )  # fmt: skip
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="MonteCarlo-FrozenLake-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

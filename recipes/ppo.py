@@ -4,30 +4,20 @@ python -m recipes.ppo        runs this program, 15 s on one CPU core
 python -m recipes.ppo fit    trains with configs/ppo/cartpole.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import RolloutDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import PPO
 
 
 def main(total_timesteps: int = 100_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for networks this small
     data = RolloutDataModule(
         "CartPole-v1", n_envs=8, n_steps=32, batch_size=256, n_epochs=20, total_timesteps=total_timesteps,
         eval_freq=20_000,
     )  # fmt: skip
     model = PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", clip_range="lin_0.2", log_every=4)
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="PPO-CartPole-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

@@ -4,30 +4,20 @@ python -m recipes.q_learning        runs this program, 20 s on one CPU core
 python -m recipes.q_learning fit    trains with configs/q_learning/frozenlake.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import RolloutDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import QLearning
 
 
 def main(total_timesteps: int = 300_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for a table
     data = RolloutDataModule(
         "FrozenLake-v1", n_envs=32, n_steps=32, rollouts_per_epoch=10,
         total_timesteps=total_timesteps, eval_freq=30_000,
     )  # fmt: skip
     model = QLearning(gamma=0.99, learning_rate="lin_0.1", exploration_fraction=0.5, exploration_final_eps=0.1)
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="QLearning-FrozenLake-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

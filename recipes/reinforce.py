@@ -4,27 +4,17 @@ python -m recipes.reinforce        runs this program, 15 s on one CPU core
 python -m recipes.reinforce fit    trains with configs/reinforce/cartpole.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import RolloutDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import REINFORCE
 
 
 def main(total_timesteps: int = 300_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for networks this small
     data = RolloutDataModule("CartPole-v1", n_envs=8, n_steps=256, total_timesteps=total_timesteps)
     model = REINFORCE(psi="reward_to_go", normalize_advantage=True, learning_rate=3e-3)
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="REINFORCE-CartPole-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

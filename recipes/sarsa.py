@@ -4,31 +4,21 @@ python -m recipes.sarsa        runs this program, 5 s on one CPU core
 python -m recipes.sarsa fit    trains with configs/sarsa/cliffwalking.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import RolloutDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import SARSA
 
 
 def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for a table
     data = RolloutDataModule(
         "CliffWalking-v1", n_envs=4, n_steps=4, rollouts_per_epoch=50,
         total_timesteps=total_timesteps, eval_freq=2000,
         env_kwargs={"max_episode_steps": 200},  # CliffWalking has no time limit of its own
     )  # fmt: skip
     model = SARSA(gamma=1.0, learning_rate="lin_0.5", exploration_initial_eps=0.1, exploration_final_eps=0.1)
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="SARSA-CliffWalking-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

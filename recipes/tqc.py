@@ -4,27 +4,17 @@ python -m recipes.tqc        runs this program
 python -m recipes.tqc fit    trains with configs/tqc/pendulum.yaml through the command line
 """
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from datamodules import ReplayDataModule
-from recipes.callbacks import Checkpoints, TransitionProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import TQC
 
 
 def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
-    torch.set_num_threads(1)  # one thread is fastest for networks this small
     data = ReplayDataModule("Pendulum-v1", total_timesteps=total_timesteps)
     model = TQC(learning_rate=1e-3)
-    trainer = L.Trainer(
-        max_epochs=-1,  # total_timesteps ends the training
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="TQC-Pendulum-v1"),
-        callbacks=[Checkpoints(), TransitionProgressBar()],
-    )
+    trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["test/mean_reward"]

@@ -36,6 +36,9 @@ class Trainer(L.Trainer):
         **arguments: of ``lightning.Trainer``; they override the settings above.
     """
 
+    #: Whether a signal ends the program after the checkpoint, as in this project's own programs; else ``fit`` alone.
+    raises_when_stopped = False
+
     def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:
         quiet()
         end_with_starter()
@@ -90,6 +93,8 @@ class Trainer(L.Trainer):
         try:
             super().fit(given_model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except Stopped as stopped:
+            if self.raises_when_stopped:
+                raise
             self.was_stopped = True
             print(stopped, file=sys.stderr)
         except SIGTERMException:
