@@ -5,10 +5,9 @@ python -m recipes.grpo fit    trains with configs/grpo/addition.yaml through the
 """
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from datamodules import InstructionDataModule, PromptDataModule
-from recipes.callbacks import Checkpoints, StepProgressBar
+from recipes import Trainer
 from recipes.program import run_program
 from rl_modules import GRPO, SFT
 
@@ -26,12 +25,7 @@ def main(start_steps: int = 400, max_steps: int = 1000, n_eval: int = 512) -> fl
         eval_num_generations=4, eval_temperature=1.0,
     )  # fmt: skip
     model = GRPO(str(folder), loss_type="grpo", learning_rate=3e-4, warmup_steps=10, max_completion_length=6)
-    trainer = L.Trainer(
-        max_steps=max_steps,
-        accelerator="cpu",
-        logger=TensorBoardLogger("logs", name="GRPO-addition"),
-        callbacks=[Checkpoints(), StepProgressBar()],
-    )
+    trainer = Trainer(max_steps=max_steps, accelerator="cpu", threads=None, evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)
     return result["eval/pass@1"]

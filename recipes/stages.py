@@ -128,17 +128,6 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
     return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
 
 
-def instantiate(config: str, arguments: dict[str, str]) -> Any:
-    """Module (``.model``) and datamodule (``.datamodule``) of a config, without running anything."""
-    from recipes.cli.lightning_cli import RLCLI
-
-    class Instances(RLCLI):
-        def _run_subcommand(self, subcommand: str) -> None:
-            """Does nothing with the objects."""
-
-    return Instances("test", rl_words(config, in_one_process(arguments)))
-
-
 @dataclass(frozen=True)
 class Policy:
     """A policy on the device of its config's Trainer, with the datamodule that encodes its prompts."""
@@ -182,7 +171,7 @@ def load_policy(config: str, arguments: dict[str, str]) -> Policy:
     """Loads the policy of an ``rl`` config, ready to write completions."""
     from rl_modules.language.precision import adopt_precision
 
-    cli = instantiate(config, arguments)
+    cli = checked("test", rl_words(config, in_one_process(arguments)))
     trainer = cli.trainer
     adopt_precision(trainer, cli.model.hparams["lora"] is not None)
     cli.model.configure_model()
