@@ -78,7 +78,9 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     }),
     "serve": ("Generates completions for runs with --model.sampler vllm_server. The run sends the model and its "
               "weights. The server answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a "
-              "new one, which it writes to a file.", {
+              "new one, which it writes to a file. With --model it scores texts for Distillation.", {
+        "--model": {"metavar": "DIRECTORY", "help": "serve this model as a teacher (model.teacher_model_server_url) "
+                    "instead of writing completions"},
         "--engine": {"choices": ("vllm", "native"), "default": "vllm", "help": "the engine that generates"},
         "--host": {"default": "127.0.0.1", "help": "the address to listen on; default: 127.0.0.1"},
         "--port": {"type": int, "default": 8000, "help": "the port to listen on; 0: any free port; default: 8000"},

@@ -35,7 +35,12 @@ def serve(given: Any) -> None:
             spec, gpu_memory_utilization=given.gpu_memory_utilization, max_rows_in_flight=cap
         )
     token = make_token()
-    server = make_server(Service(make, unties(given.engine)), given.host, given.port, token)
+    service: Any = Service(make, unties(given.engine))
+    if given.model is not None:
+        from rl_modules.language.sampling.teacher import TeacherService
+
+        service = TeacherService(given.model)
+    server = make_server(service, given.host, given.port, token)
     try:
         where = f"its token is that of {TOKEN_VARIABLE}"
         if given.token_file is not None or TOKEN_VARIABLE not in os.environ:
@@ -43,7 +48,8 @@ def serve(given: Any) -> None:
             write_token(path, token)
             where = f"its token is in {path}"
         address = f"{given.host}:{server.server_port}"
-        print(f"serving on {address} with {given.engine}; {where}; stop with Ctrl-C", flush=True)
+        with_what = given.engine if given.model is None else f"the teacher {given.model}"
+        print(f"serving on {address} with {with_what}; {where}; stop with Ctrl-C", flush=True)
         server.serve_forever()
     finally:
         server.server_close()

@@ -54,6 +54,9 @@ class Distillation(PolicyWithReference):
     teacher_model_name_or_path: str | None = setting(
         None, "the teacher: an exported directory, a hub name, or a language algorithm's checkpoint (``.ckpt``), with "
         "the student's tokenizer. None: under ``lora`` the model without adapters", check=check_folder)  # fmt: skip
+    teacher_model_server_url: str | None = setting(
+        None, "in place of a local teacher, host:port of `rl serve --model DIRECTORY`, which answers with the "
+        "``loss_top_k`` likeliest tokens of each place")  # fmt: skip
     beta: float = setting(1.0, "β, the divergence: 0 forward KL, 1 reverse KL, between them the generalized "
                           "Jensen–Shannon divergence", least=0, most=1)  # fmt: skip
     lmbda: float = setting(
@@ -83,7 +86,13 @@ class Distillation(PolicyWithReference):
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
-        if hp.teacher_model_name_or_path is None and hp.lora is None:
+        self._served: Any = None
+        url = hp.teacher_model_server_url
+        if url is not None and (hp.teacher_model_name_or_path is not None or not self.loss_top_k
+                                or self.distillation_objective != "jsd"):  # fmt: skip
+            raise UsageError(f"teacher_model_server_url={url!r} takes loss_top_k above 0, distillation_objective='jsd' "
+                             "and no teacher_model_name_or_path")  # fmt: skip
+        if hp.teacher_model_name_or_path is None and hp.lora is None and url is None:
             raise UsageError("teacher_model_name_or_path=None leaves no teacher without lora, whose base it would be; "
                              "give a directory, hub name or checkpoint")  # fmt: skip
 
@@ -99,6 +108,10 @@ class Distillation(PolicyWithReference):
                              "PromptDataModule")  # fmt: skip
 
     @property
+    def wants_reference(self) -> bool:
+        return self.hparams["teacher_model_server_url"] is None
+
+    @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
         """The accuracy on held-out prompts or, without a reward function, the loss or the distance to the teacher."""
         data = getattr(self._trainer, "datamodule", None)
@@ -109,6 +122,8 @@ class Distillation(PolicyWithReference):
     @property
     def can_pack(self) -> bool:
         """Whether student and teacher keep several texts in a row apart."""
+        if not self.wants_reference:
+            return False  # texts are sent one by one
         with self.reference_model() as teacher:
             return can_pack_texts(self.model) and can_pack_texts(teacher)
 
@@ -122,6 +137,8 @@ class Distillation(PolicyWithReference):
             beta: β.
             inputs: of both models: ``input_ids`` [rows, width] …
         """
+        if not self.wants_reference:
+            return self.divergence_from_server(place, beta, inputs["input_ids"])
         ours, size = logits_by_tiles(self.model, place, **inputs)
         with torch.no_grad(), self.reference_model() as teacher:
             theirs, other_size = logits_by_tiles(teacher, place, **inputs)
@@ -148,12 +165,48 @@ class Distillation(PolicyWithReference):
             reverse = F.generalized_jsd(log_q, log_p, 1.0)
         if self.loss_top_k and self.loss_top_k < log_p.shape[-1]:
             likeliest = log_p.topk(self.loss_top_k).indices
-            log_q, log_p = log_q.gather(-1, likeliest), log_p.gather(-1, likeliest)
-            if self.loss_add_tail:
-                log_q, log_p = F.with_tail(log_q), F.with_tail(log_p)
-            else:
-                log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
+            log_q, log_p = self.coarse(log_q.gather(-1, likeliest)), self.coarse(log_p.gather(-1, likeliest))
         return F.generalized_jsd(log_q, log_p, beta), reverse
+
+    def coarse(self, log_prob: Tensor) -> Tensor:
+        """Returns the distribution over k tokens, and over all others as one by ``loss_add_tail``."""
+        return F.with_tail(log_prob) if self.loss_add_tail else log_prob.log_softmax(-1)
+
+    def divergence_from_server(self, place: Tensor, beta: float, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`divergence` from the served teacher's likeliest tokens; the reverse KL is that of their distribution,
+        a lower bound.
+        """
+        from rl_modules.language.sampling.teacher import ServedTeacher
+
+        if self._served is None:
+            address = self.hparams["teacher_model_server_url"]
+            self._served = ServedTeacher(address, self.tokenizer, self.loss_top_k)
+        row, column = place // tokens.shape[1], place % tokens.shape[1]
+        numbers = row.unique()
+        first = [int(column[row == i].min()) + 1 for i in numbers]
+        last = [int(column[row == i].max()) + 2 for i in numbers]
+        texts = [tokens[i, :end].tolist() for i, end in zip(numbers, last, strict=True)]
+        words = text_config(self.model.config).vocab_size
+        ids, log_p = self._served.likeliest(texts, first, self.temperature, words)
+        # The answer has all places of a text from the first to the last; those of a mask with gaps are among them.
+        begin = torch.zeros(int(row.max()) + 1, dtype=torch.int64)
+        starts, sizes = torch.tensor(first), torch.tensor(last) - torch.tensor(first)
+        begin[numbers.cpu()] = sizes.cumsum(0) - sizes - (starts - 1)
+        chosen = begin[row.cpu()] + column.cpu()
+        ids, log_p = ids[chosen].to(tokens.device), log_p[chosen].to(tokens.device)
+        ours, size = logits_by_tiles(self.model, place, input_ids=tokens)
+
+        def of(part: slice) -> Tensor:
+            log_q = (ours(part)[0].float() / self.temperature).log_softmax(-1).gather(-1, ids[part])
+            coarse = self.coarse(log_q), self.coarse(log_p[part])
+            return torch.stack(
+                [F.generalized_jsd(*coarse, beta), F.generalized_jsd(coarse[0].detach(), coarse[1], 1.0)]
+            )
+
+        parts = [slice(first, min(first + size, len(place))) for first in range(0, len(place), size)]
+        found = torch.cat([of(parts[0])] if len(parts) == 1 else
+                          [checkpoint(of, part, use_reentrant=False) for part in parts], -1)  # fmt: skip
+        return found[0], found[1].detach()
 
     def divergence_of_completions(self, batch: dict[str, Any], mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
         """:meth:`divergence` of the completion tokens under a mask [b, L]."""

@@ -36,7 +36,7 @@ from rl_modules.language.sampling.wire import BYTES, GENERATE, JSON, MODEL, Inva
 
 PROTOCOL = 3
 #: Longest body of each path, in bytes, and its content type. A part of the weights ends with a whole weight.
-BODIES = {"/model": (2**24, JSON), "/generate": (2**30, JSON), "/weights": (2**35, BYTES)}
+BODIES = {"/model": (2**24, JSON), "/generate": (2**30, JSON), "/score": (2**30, JSON), "/weights": (2**35, BYTES)}
 #: Seconds for a request's head, which a stranger may send, and for the body of a client.
 HEAD_S, BODY_S = 10.0, 3600.0
 _WEIGHTS = re.compile(r"/weights\?version=(\d{1,16})&run=([\w-]{1,100})&first=([01])&last=([01])")
@@ -59,6 +59,7 @@ class Service:
         self._parts: dict[str, Tensor] = {}
         self._sender: str | None = None
         self._lock = threading.Lock()
+        self.posts = {"/model": self.model, "/generate": self.generate}
 
     def health(self) -> dict[str, Any]:
         """Returns the server's description for a run; answers while completions are written."""
@@ -141,7 +142,7 @@ class _RefusedError(Exception):
     """A request that is not answered: its status, and why."""
 
 
-def make_server(service: Service, host: str, port: int, token: str) -> ThreadingHTTPServer:
+def make_server(service: Any, host: str, port: int, token: str) -> ThreadingHTTPServer:
     """Returns an HTTP server for a service; ``serve_forever`` runs it."""
     # Only a name can be made to mean this machine by someone else's DNS server, an address can't.
     names = {"localhost", host, socket.gethostname()} - {""}
@@ -161,11 +162,8 @@ def make_server(service: Service, host: str, port: int, token: str) -> Threading
         def do_POST(self) -> None:
             found = _WEIGHTS.fullmatch(self.path)
             path = "/weights" if found is not None else self.path
-            answers: dict[str, Callable[[bytes], dict[str, Any]]] = {
-                "/model": service.model,
-                "/generate": service.generate,
-            }
-            if found is not None:
+            answers: dict[str, Callable[[bytes], dict[str, Any]]] = dict(service.posts)
+            if found is not None and isinstance(service, Service):
                 version, run, first, last = found.groups()
                 answers[path] = lambda body: service.weights(body, int(version), last == "1", run, first == "1")
             work = answers.get(path)

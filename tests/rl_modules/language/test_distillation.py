@@ -1,5 +1,8 @@
 """Distillation through its module: losses by hand, both datamodules, every kind of teacher, exact resume, bad input."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ from rl_modules import SFT, Distillation
 from rl_modules.common.errors import UsageError
 from rl_modules.language import logits
 from rl_modules.language.fast import tiled_head
+from rl_modules.language.sampling.server import make_server
+from rl_modules.language.sampling.teacher import TeacherService
+from tests.rl_modules.language.sampler_cases import TOKEN
 from tests.rl_modules.language.test_grpo import TINY, small_tokenizer
 from tests.training import assert_equal_checkpoints, fit
 
@@ -212,6 +218,49 @@ def test_teachers_of_every_kind(teacher: str, tmp_path: Path) -> None:
     assert float(of_adapters.latest_metrics["train/reverse_kl"]) == pytest.approx(0, abs=1e-6)
 
 
+@contextmanager
+def serving(folder: str) -> Iterator[str]:
+    server = make_server(TeacherService(folder), "127.0.0.1", 0, TOKEN)
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_served_teacher_is_the_local_one(tail: bool, teacher: str) -> None:
+    options: dict[str, Any] = {"loss_top_k": 3, "loss_add_tail": tail, "beta": 0.3, "temperature": 0.8}
+    local = watched(teacher, **options)
+    fit(local, prompts(), max_steps=2)
+    with serving(teacher) as address:
+        served = watched(None, teacher_model_server_url=address, **options)
+        fit(served, prompts(eval_steps=1), max_steps=2)
+        demonstrations = student(None, teacher_model_server_url=address, loss_top_k=2)
+        data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=8)
+        assert fit(demonstrations, data, max_steps=1).global_step == 1
+    for (_, theirs), (_, ours) in zip(local.seen, served.seen, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for theirs, ours in zip(local.model.parameters(), served.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_a_served_teacher_of_other_tokens_or_none_is_refused(teacher: str, tmp_path: Path) -> None:
+    tokens = small_tokenizer(tmp_path / "tokens")
+    with serving(teacher) as address:
+        other = student(None, teacher_model_server_url=address, loss_top_k=2, tokenizer_name_or_path=tokens,
+                        model_config={**TINY, "vocab_size": 3})  # fmt: skip
+        with pytest.raises(UsageError, match="tokenizer has other tokens than the student's"):
+            fit(other, prompts(), max_steps=1)
+    gone = student(None, teacher_model_server_url=address, loss_top_k=2)
+    with pytest.raises(UsageError, match="teacher_model_server_url: .* does not answer"):
+        fit(gone, prompts(), max_steps=1)
+
+
 @pytest.mark.parametrize("objective", ["jsd", "policy_gradient"])
 def test_a_stopped_run_resumes_exactly(objective: str, teacher: str, tmp_path: Path) -> None:
     def run(name: str, ckpt_path: Any = None, max_steps: int = 5) -> Path:
@@ -240,6 +289,7 @@ def test_evaluations_show_the_distance_to_the_teacher(teacher: str, tmp_path: Pa
     ("make", "sentence"),
     [
         (lambda t: student(None), "teacher_model_name_or_path=None leaves no teacher without lora"),
+        (lambda t: student(None, teacher_model_server_url="a:1"), "takes loss_top_k above 0"),
         (lambda t: student(t, beta=1.5), "beta=1.5 must lie in"),
         (lambda t: student(t, distillation_objective="kl"), "distillation_objective='kl' must be one of jsd, policy_"),
         (lambda t: student(t, ref_model_name_or_path="x"), "Distillation sets ref_model_name_or_path itself"),
