@@ -53,13 +53,13 @@ class TeacherService:
         words = text_config(self.model.config).vocab_size
         if asked["tokens"] != self.tokens:
             raise UsageError(
-                "the teacher's tokenizer has other tokens than the student's; both must be trained with one"
+                "the teacher's tokenizer has other tokens than the student's; give both the same"
             )
         rows = []
         for text, begin in zip(asked["texts"], asked["begin"], strict=True):
             if not (1 <= begin < len(text) <= self.longest and max(text) < words):
-                raise UsageError(f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 to "
-                                 f"{self.longest} tokens of {words}")  # fmt: skip
+                raise UsageError(f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 "
+                                 f"to {self.longest} tokens of {words}")  # fmt: skip
             tokens = torch.tensor([text], device=self.model.device)
             logits = self.model(input_ids=tokens, use_cache=False).logits[0, begin - 1 : -1].float()
             found = (logits / asked["temperature"]).log_softmax(-1).topk(min(asked["top_k"], words))
@@ -89,19 +89,19 @@ class ServedTeacher:
                 "temperature": temperature, "tokens": self.tokens}  # fmt: skip
         places = [len(text) - first for text, first in zip(texts, begin, strict=True)]
         most = 2**16 + sum(places) * (100 + 50 * self.top_k)
+        where = f"teacher_model_server_url: {self.server.address}"
         try:
             answer = self.server.ask("/score", SCORED, json.dumps(body).encode(), most=most)["rows"]
         except (OSError, http.client.HTTPException) as error:
-            raise UsageError(f"teacher_model_server_url: {self.server.address} does not answer ({error}); start `rl serve "
-                             "--model DIRECTORY` there, then add --resume")  from error  # fmt: skip
+            raise UsageError(f"{where} does not answer ({error}); start `rl serve --model DIRECTORY` there, then add "
+                             "--resume") from error  # fmt: skip
         ids = [place for row in answer for place in row["ids"]]
         log_prob = [place for row in answer for place in row["log_prob"]]
         widths = {len(place) for place in [*ids, *log_prob]}
         if [len(row["ids"]) for row in answer] != places or len(ids) != len(log_prob) or len(widths) != 1:
-            raise UsageError(f"teacher_model_server_url: {self.server.address} answers for other places than it was asked "
-                             "for; is it `rl serve` of this version?")  # fmt: skip
+            raise UsageError(f"{where} answers for other places than asked for; is it `rl serve` of this version?")
         found = torch.tensor(ids, dtype=torch.int64), torch.tensor(log_prob, dtype=torch.float32)
         if int(found[0].max()) >= words or bool((found[1].exp().sum(-1) > 1 + 1e-4).any()):
-            raise UsageError(f"teacher_model_server_url: {self.server.address} answers with tokens or probabilities that "
-                             "the student's model can't have; is it `rl serve` of this version?")  # fmt: skip
+            raise UsageError(f"{where} answers with tokens or probabilities that no model of the student's vocabulary "
+                             "has; is it `rl serve` of this version?")  # fmt: skip
         return found
