@@ -52,9 +52,7 @@ class TeacherService:
         asked = wire.parsed(body, SCORE, "the request")
         words = text_config(self.model.config).vocab_size
         if asked["tokens"] != self.tokens:
-            raise UsageError(
-                "the teacher's tokenizer has other tokens than the student's; give both the same"
-            )
+            raise UsageError("the teacher's tokenizer has other tokens than the student's; give both the same")
         rows = []
         for text, begin in zip(asked["texts"], asked["begin"], strict=True):
             if not (1 <= begin < len(text) <= self.longest and max(text) < words):
