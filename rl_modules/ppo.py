@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -156,13 +155,8 @@ class PPO(ActorCriticModule):
 
     def no_update(self) -> Tensor:
         """Returns a loss without effect; :meth:`optimizer_step` skips its step."""
-        return (
-            sum(
-                (p.sum() for p in self.parameters() if p.requires_grad),
-                torch.zeros((), dtype=torch.float32, device=self.device),
-            )
-            * 0.0
-        )
+        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+        return 0.0 * sum((p.sum() for p in self.parameters() if p.requires_grad), nothing)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -174,10 +168,7 @@ class PPO(ActorCriticModule):
             loss = optimizer_closure()
             if self.kl_exceeded:
                 optimizer.zero_grad(set_to_none=True)
-                return
-            optimizer_closure = partial(_value, loss)
+            else:
+                super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
+            return
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
-def _value(loss: Any) -> Any:
-    return loss
