@@ -10,7 +10,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.collector import Collector
+from datamodules.collector import Collector, make_collector
 from datamodules.environments import Environments
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, require_gymnasiums, require_registered
 from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
@@ -159,7 +159,8 @@ class ControlDataModule(Experience):
                 check_vector(self.example_env, self)
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
-            self._collector = self._make_collector()
+            warn_of_idle(self, self.idle_arguments())
+            self._collector = make_collector(self)
             self.num_timesteps = self._started_at = 0
             self._started_s = time.monotonic()
             forget_state(self)
@@ -254,46 +255,6 @@ class ControlDataModule(Experience):
         return self.collector.mode == AutoresetMode.NEXT_STEP
 
     # ---------------------------------------------------------------- environments and statistics
-
-    def _make_collector(self) -> Collector:
-        warn_of_idle(self, self.idle_arguments())
-        envs, kind = self.environments.for_training(self.n_envs), Collector
-        if self.environments.makes_vector or self.environments.has_engine:
-            from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
-
-            if (vector := torch_env(envs)) is not None and self.kind == "rollouts" and self.trainer is not None:
-                vector.to(self.trainer.strategy.root_device)
-            if vector is not None or (self.environments.makes_vector and returns_tensors(envs, self.seed)):
-                if self.kind == "replay":
-                    envs = AsArrays(envs)
-                else:
-                    from datamodules.tensor_collector import TensorCollector
-
-                    kind = TensorCollector
-        return kind(
-            envs,
-            streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
-            generator_seed=stream_seed(self.seed, self._rank, "actions"),
-            name=self.env_name,
-            normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
-            sign_reward=self.sign_reward,
-            stats_window_size=self.hparams["stats_window_size"],
-            returns_raw=self.kind == "replay",
-        )
-
-    def _make_normalizers(self) -> Any:
-        from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
-
-        clip_obs, clip_reward, gamma = self.hparams["clip_obs"], self.hparams["clip_reward"], self.norm_gamma
-        if gamma is None:
-            gamma = getattr(self.learner, "gamma", 0.99) if self.has_learner else 0.99
-        normalizers = Normalizers(
-            ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
-            RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
-        )
-        for part in normalizers.parts() if self._world_size > 1 else ():
-            part.track_own()
-        return normalizers
 
     def begin_statistics(self) -> None:
         """Copies the statistics of an earlier run into the normalisers; called before the first collection."""

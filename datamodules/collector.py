@@ -12,6 +12,7 @@ from datamodules.envs import episodes
 from datamodules.envs.boundary import Boundary, Digits, require_finite
 from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double
+from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted, require_rows
@@ -273,6 +274,51 @@ class Collector(Stateful):
         for i, new in episodes.begin_next_episodes(self.envs, which, self.space).items():
             tree_map(lambda x, y, i=i: x.__setitem__(i, y), self._raw, new)
             tree_map(lambda x, y, i=i: x.__setitem__(i, y), self._observation, self._stored(new))
+
+
+# ---------------------------------------------------------------- the collector of a run
+
+
+def make_collector(data: Any) -> Collector:
+    """Makes the collector that a datamodule's settings describe, with the environments of training."""
+    envs, kind = data.environments.for_training(data.n_envs), Collector
+    if data.environments.makes_vector or data.environments.has_engine:
+        from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
+
+        if (vector := torch_env(envs)) is not None and data.kind == "rollouts" and data.trainer is not None:
+            vector.to(data.trainer.strategy.root_device)
+        if vector is not None or (data.environments.makes_vector and returns_tensors(envs, data.seed)):
+            if data.kind == "replay":
+                envs = AsArrays(envs)
+            else:
+                from datamodules.tensor_collector import TensorCollector
+
+                kind = TensorCollector
+    return kind(
+        envs,
+        streams=[stream_seed(data.seed, data._rank, "train", i) for i in range(data.n_envs)],
+        generator_seed=stream_seed(data.seed, data._rank, "actions"),
+        name=data.env_name,
+        normalizers=_make_normalizers(data) if data.norm_obs or data.norm_reward else None,
+        sign_reward=data.sign_reward,
+        stats_window_size=data.hparams["stats_window_size"],
+        returns_raw=data.kind == "replay",
+    )
+
+
+def _make_normalizers(data: Any) -> Any:
+    from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+
+    clip_obs, clip_reward, gamma = data.hparams["clip_obs"], data.hparams["clip_reward"], data.norm_gamma
+    if gamma is None:
+        gamma = getattr(data.learner, "gamma", 0.99) if data.has_learner else 0.99
+    normalizers = Normalizers(
+        ObservationNormalizer(data.observation_space, clip_obs) if data.norm_obs else None,
+        RewardNormalizer(data.n_envs, gamma, clip_reward) if data.norm_reward else None,
+    )
+    for part in normalizers.parts() if data._world_size > 1 else ():
+        part.track_own()
+    return normalizers
 
 
 # ---------------------------------------------------------------- calls of the algorithm
