@@ -14,11 +14,14 @@ _EXPORTS = {
     "PromptDataModule": "datamodules.language.prompt",
     "ReplayDataModule": "datamodules.replay",
     "RolloutDataModule": "datamodules.rollout",
+    "check_env": "datamodules.check",
 }
 
+#: The classes; :func:`datamodules.check.check_env` can be imported from here too.
 __all__ = ["InstructionDataModule", "PreferenceDataModule", "PromptDataModule", "ReplayDataModule", "RolloutDataModule"]
 
 if TYPE_CHECKING:
+    from datamodules.check import check_env as check_env
     from datamodules.language.instruction import InstructionDataModule
     from datamodules.language.preference import PreferenceDataModule
     from datamodules.language.prompt import PromptDataModule

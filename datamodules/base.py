@@ -19,7 +19,7 @@ from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
-from rl_modules.core.seams import check_pairing
+from rl_modules.core.seams import check_pairing, name_missing_field
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import forget_state, load_state, state_of
 
@@ -192,6 +192,8 @@ class ControlDataModule(Experience):
     def _on_exception(self, exception: BaseException) -> None:
         # The module's `on_fit_end`, which resets this for the whole process, is not called then.
         torch.set_flush_denormal(False)
+        if self._collector is not None:
+            name_missing_field(exception, self._collector.fields)
 
     def _teardown(self, stage: str) -> None:
         if stage == "fit" and self._collector is not None and not self.environments.is_one_vector:

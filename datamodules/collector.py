@@ -82,6 +82,8 @@ class Collector(Stateful):
         self.reports_at_once = True
         #: Whether what ``act`` and ``prepare`` return has been checked, at their first calls.
         self.has_acted = self.has_prepared = False
+        #: The fields that ``prepare`` and ``training_step`` get, by the method's name.
+        self.fields: dict[str, list[str]] = {}
 
     @property
     def is_fresh(self) -> bool:
@@ -343,6 +345,8 @@ def prepared_by(
     if is_double(learner):
         inputs = ("observation", "next_observation", "action")
         experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}
+    if not collector.has_prepared:
+        collector.fields = {"prepare": list(experience)}
     prepared = learner.prepare(experience)
     if collector.has_prepared:
         return prepared
@@ -352,4 +356,5 @@ def prepared_by(
         rows, layout = tuple(valid.shape), layout if valid.shape == experience["valid"].shape else "[sequences, N]"
     require_rows(prepared, rows, layout)
     collector.has_prepared = True
+    collector.fields["training_step"] = list(prepared)
     return prepared

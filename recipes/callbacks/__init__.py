@@ -11,13 +11,14 @@ _MODULES = {
     "checkpoints": ["Checkpoints"], "config_record": ["ConfigRecord"], "episode_monitor": ["EpisodeMonitor"],
     "recorder": ["EpisodeRecorder", "record_episodes"], "episode_writer": ["EpisodeWriter"],
     "finite_check": ["FiniteCheck"], "progress": ["StepProgressBar", "TransitionProgressBar"],
+    "reward_threshold": ["StopTrainingOnRewardThreshold"],
 }  # fmt: skip
 _EXPORTS = {name: f"recipes.callbacks.{module}" for module, names in _MODULES.items() for name in names}
 _EXPORTS["ValuePictures"] = "recipes.pictures"
 
 __all__ = [
     "Checkpoints", "ConfigRecord", "EpisodeMonitor", "EpisodeRecorder", "EpisodeWriter", "FiniteCheck",
-    "StepProgressBar", "TransitionProgressBar", "ValuePictures", "record_episodes",
+    "StepProgressBar", "StopTrainingOnRewardThreshold", "TransitionProgressBar", "ValuePictures", "record_episodes",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from recipes.callbacks.finite_check import FiniteCheck
     from recipes.callbacks.progress import StepProgressBar, TransitionProgressBar
     from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
+    from recipes.callbacks.reward_threshold import StopTrainingOnRewardThreshold
     from recipes.pictures import ValuePictures
 
 

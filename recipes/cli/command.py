@@ -111,6 +111,10 @@ def _run_alone(command: str, given: Any) -> None:
         show(information.listing(given.word))
     elif command == "doctor":
         show(information.doctor(given.model))
+    elif command == "check":
+        add_working_directory()
+        quiet()
+        show(information.checked(given.env))
     elif command == "completion":
         show(information.completion(given.shell))
     elif command == "copy":

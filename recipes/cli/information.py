@@ -39,6 +39,7 @@ commands:
   rescore    score stored completions again: rl rescore rollouts --reward_funcs exact_answer
   verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0
   serve      generate completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
+  check      check an environment before training: rl check my_envs:make
   list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
   doctor     print versions, the device, and the commands that install missing extras
@@ -107,6 +108,9 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "--n_trials": {"metavar": "N",
                        "help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
     }),
+    "check": ("Runs Gymnasium's check of an environment and plays it with random actions twice; prints its spaces, the "
+              "algorithms that fit them, and what is worth changing.", {
+        "env": {"metavar": "ENV", "help": "a Gymnasium id, or the import path of a callable, as in my_envs:make"}}),
     "list": ("Lists the installed configs with their one-line descriptions.", {
         "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),
     "copy": ("Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.", {
@@ -258,6 +262,21 @@ def listing(word: str | None) -> str:
             raise UsageError(f"no installed config has {word!r} in its name or description; `rl list` shows all")
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
+
+
+def checked(env_id: str) -> str:
+    """Returns what ``rl check`` prints of an environment that can be used."""
+    from datamodules import check_env
+    from datamodules.check import algorithms_for
+    from datamodules.envs.vector import make_env
+
+    advice = check_env(env_id)
+    env = make_env(env_id)
+    observed, acts = env.observation_space, env.action_space
+    env.close()
+    lines = [f"observation_space  {observed}", f"action_space       {acts}",
+             f"algorithms         {', '.join(algorithms_for(observed, acts)) or 'none'}"]  # fmt: skip
+    return "\n".join([*lines, *(f"advice             {one}" for one in advice), f"{env_id} can be used"])
 
 
 def version() -> str:
