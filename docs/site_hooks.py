@@ -43,6 +43,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages["reference/configs.md"] = config_page()
     pages["reference/errors.md"] = error_page()
     pages["reference/functional.md"] = functional_page()
+    pages.update(class_pages())
     for notebook in sorted((DOCS / "ladder").glob("*.ipynb")):
         page, pictures = notebook_page(notebook)
         pages[f"ladder/{notebook.stem}.md"] = page
@@ -53,9 +54,40 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+#: Reference pages whose classes and functions have a page each.
+SPLIT = tuple(f"reference/{name}.md" for name in ("algorithms", "language", "datamodules", "callbacks"))
+OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+def class_page(page: str, path: str) -> str:
+    """Returns the site's path of the page of one class or function."""
+    return f"{page.removesuffix('.md')}/{path.rpartition('.')[2]}.md"
+
+
+def class_pages() -> dict[str, str]:
+    """Returns the pages of the classes and functions that the pages of :data:`SPLIT` list."""
+    return {
+        class_page(page, match[1]): f"# {match[1].rpartition('.')[2]}\n\n::: {match[1]}\n"
+        for page in SPLIT
+        for match in OBJECT.finditer((DOCS / page).read_text("utf-8"))
+    }
+
+
+def class_line(page: str, path: str) -> str:
+    """Returns the link to a class or function, with the first sentence of its docstring."""
+    module, _, name = path.rpartition(".")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text("utf-8"))
+    found = next(node for node in tree.body if getattr(node, "name", "") == name)
+    says = (ast.get_docstring(found) or "").partition("\n\n")[0].replace("\n", " ")  # type: ignore[arg-type]
+    link = class_page(page, path).removeprefix("reference/")
+    return f"[`{name}`]({link}): {says}"
+
+
 def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
     """Points links to files outside ``docs`` to their pages on the site."""
     here = page.file.src_uri
+    if here in SPLIT:
+        markdown = OBJECT.sub(lambda match: f"- {class_line(here, match[1])}", markdown)
     up = "../" * here.count("/")
 
     def replace(match: re.Match) -> str:

@@ -39,6 +39,12 @@ def arguments(*classes: type) -> dict[str, Any]:
     return found
 
 
+def text_of(page: str) -> str:
+    """A page, and the one that has its every argument."""
+    more = PAGES / page.replace(".md", "_arguments.md")
+    return (PAGES / page).read_text("utf-8") + (more.read_text("utf-8") if more.is_file() else "")
+
+
 def rows(page: str) -> Iterator[tuple[str, str]]:
     """Both cells of each row of a page's tables of two columns."""
     yield from ((theirs, ours) for theirs, ours in cells(page, 2))
@@ -46,7 +52,7 @@ def rows(page: str) -> Iterator[tuple[str, str]]:
 
 def cells(page: str, n_columns: int) -> Iterator[list[str]]:
     """The cells of each row of a page's tables of so many columns."""
-    for line in (PAGES / page).read_text("utf-8").splitlines():
+    for line in text_of(page).splitlines():
         if line.startswith("|") and not line.startswith("|---"):
             found = re.split(r"(?<!\\)\|", line)[1:-1]
             if len(found) == n_columns:
@@ -208,7 +214,7 @@ def table(page: str, kind: str) -> list[Row]:
     """The rows of the tables with the columns ``kind``, of and here: their names, owners and counterparts."""
     found: list[Row] = []
     inside = False
-    for line in (PAGES / page).read_text("utf-8").splitlines():
+    for line in text_of(page).splitlines():
         columns = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if columns[1:] == ["of", "here"]:
             inside = columns[0] == kind

@@ -14,6 +14,16 @@ sys.path.insert(0, str(ROOT / "docs"))
 import griffe_docstrings  # noqa: E402
 import site_hooks  # noqa: E402
 
+from tests import built_site  # noqa: E402
+
+
+class Page:
+    """A page as MkDocs passes it to the hooks."""
+
+    def __init__(self, folder: str) -> None:
+        self.file = self
+        self.src_uri = f"{folder}algorithms.md"
+
 
 def test_every_config_is_in_the_table_with_what_to_expect():
     page = site_hooks.config_page()
@@ -118,3 +128,30 @@ def test_the_site_s_own_files_load_nothing_from_elsewhere():
             assert link.startswith("data:") or (style.parent / link).is_file(), f"{style}: {link}"
     nav = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert re.findall(r"(?:extra_css|extra_javascript):\s+- https?:", nav) == []
+
+
+def test_each_class_of_the_reference_has_a_page():
+    pages = site_hooks.class_pages()
+    assert pages["reference/algorithms/PPO.md"] == "# PPO\n\n::: rl_modules.ppo.PPO\n"
+    listed = site_hooks.on_page_markdown((ROOT / "docs/reference/algorithms.md").read_text("utf-8"), Page("reference/"))
+    assert ":::" not in listed and "[`PPO`](algorithms/PPO.md): Proximal policy optimization" in listed
+    objects = sum(
+        len(site_hooks.OBJECT.findall((ROOT / "docs" / page).read_text("utf-8"))) for page in site_hooks.SPLIT
+    )
+    assert len(pages) == objects  # no two of one name
+
+
+def test_the_migration_pages_are_short_and_early_stopping_is_found():
+    pages = {name: (ROOT / f"docs/how_to/{name}.md").read_text("utf-8") for name in ("from_sb3", "from_trl")}
+    assert all(len(text.split()) < 1500 for text in pages.values())
+    assert "early stopping" in pages["from_sb3"]
+
+
+def test_what_a_built_page_fetches_from_other_hosts_is_found(tmp_path):
+    page = '<a href="https://arxiv.org"></a><img src="a.png"><link rel="stylesheet" href="https://x.example/a.css">'
+    (tmp_path / "index.html").write_text(f'{page}<span class="arithmatex">\\(x\\)</span><script src=//x.example/a.js>')
+    assert built_site.findings(tmp_path) == [
+        "index.html: fetches https://x.example/a.css",
+        "index.html: fetches //x.example/a.js",
+        "index.html: has equations and no KaTeX",
+    ]

@@ -1,7 +1,6 @@
 """Ends a run once an evaluation reaches a mean return."""
 
 import lightning as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rl_modules.common.errors import UsageError
 
@@ -33,6 +32,6 @@ class StopTrainingOnRewardThreshold(L.Callback):
         if mean is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         reached = trainer.strategy.reduce_boolean_decision(bool(mean >= self.reward_threshold), all=False)
-        if reached and self.verbose and rank_zero_only.rank == 0:
+        if reached and self.verbose and trainer.is_global_zero:
             print(f"the mean return {float(mean):g} reached reward_threshold={self.reward_threshold:g}: training ends")
         trainer.should_stop = trainer.should_stop or reached
