@@ -2,6 +2,7 @@
 
 import code
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.finite_check import plain_batch
 from recipes.cli import runs
 from recipes.cli.lightning_cli import RLCLI
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, visible
 from rl_modules.core.resume import epoch_to_reopen
 
 
@@ -177,6 +178,7 @@ class UpdateRecorder(L.Callback):
             "losses": self._losses,
             "grad_norm": self._norms[0].cpu() if self._norms else None,
             "grad_norms": {name: norm.cpu() for name, norm in self._norm_of.items()},
+            "dialogue": dialogue_in(self._batches[0], getattr(pl_module, "tokenizer", None)),
         }  # fmt: skip
         if self.interactive:
             self._open_console(trainer, pl_module)
@@ -195,6 +197,24 @@ class UpdateRecorder(L.Callback):
         }
         code.interact(f"update {self.step}: {', '.join(variables)}; `model` has the weights from before the update",
                       local=variables, exitmsg="")  # fmt: skip
+
+
+def dialogue_in(batch: Any, tokenizer: Any) -> str | None:
+    """The first dialogue of a minibatch as text, with what the model wrote between » and «; None: there is none."""
+    if tokenizer is None or not isinstance(batch, dict) or not {"tokens", "mask", "prompt_length"} <= batch.keys():
+        return None
+    mask = batch["mask"]
+    rows = (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist()  # those in which a further turn begins
+    if not rows:
+        return None
+    row = rows[0]
+    begin, own = int(batch["prompt_length"][row]), mask[row].tolist()
+    ids = batch["tokens"][row].tolist()
+    parts = [tokenizer.decode(ids[:begin])]
+    for is_written, places in itertools.groupby(range(int(batch["length"][row])), own.__getitem__):
+        text = tokenizer.decode([ids[begin + place] for place in places])
+        parts.append(f"»{text}«" if is_written else text)
+    return "".join(parts)
 
 
 def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dict[str, Any]:
@@ -227,4 +247,6 @@ def replay_command(given: Any) -> None:
     loss, norm = update["loss"], update["grad_norm"]
     print(f"loss           {'none: not gradient descent on a loss' if loss is None else f'{loss.item():.9g}'}")
     print(f"gradient norm  {'none: no gradient' if norm is None else f'{norm.item():.9g}, before clipping'}")
+    if update["dialogue"] is not None:
+        print("a dialogue, »written by the model«", *map(visible, update["dialogue"].split("\n")), "", sep="\n")
     print(f"written to     {output}: torch.load({str(output)!r}, weights_only=True)")

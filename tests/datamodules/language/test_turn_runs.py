@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from datamodules.language.prompt import PromptDataModule
+from recipes.cli.recomputation import dialogue_in
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
@@ -203,3 +204,16 @@ def test_a_resumed_run_says_that_an_environment_begins_anew(folder, tmp_path, ca
     assert not caplog.messages
     fit(module_of(GRPO, folder), data_of("Outside", **arguments), ckpt_path=path, max_steps=2)
     assert any("Outside is not replayable: dialogues that had begun begin anew" in text for text in caplog.messages)
+
+
+def test_a_minibatch_shows_its_dialogue(folder):
+    module = module_of(GRPO, folder)
+    seen = rollouts_of(module)
+    fit(module, data_of(), max_steps=1)
+    rollout, fields = seen[0]
+    text = dialogue_in(fields, module.tokenizer)
+    dialogue = rollout["dialogues"][0]
+    written = [m["content"] for m in dialogue["messages"] if m["role"] == "assistant"]
+    own = [part.partition("«")[0].removesuffix("<eos>") for part in text.split("»")[1:]]
+    assert [part.replace("<pad>", "").replace("<unk>", "") for part in own] == written
+    assert "u:1/" in text and dialogue_in({"tokens": fields["tokens"]}, module.tokenizer) is None
