@@ -157,7 +157,8 @@ def measure(case: Case, size: Size, folder: Path, device: torch.device, steps: i
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     meter = Meter(device, steps)
-    _, module = fit(case, size, folder, device, steps, callbacks=[meter])
+    micro = case.micro_batches if device.type == "cuda" else 1
+    _, module = fit(case, size, folder, device, steps, callbacks=[meter], accumulate_grad_batches=micro)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:
@@ -319,7 +320,7 @@ def measure_modules(
         (folder / "small").mkdir()
         for where, of in ((folder, size), (folder / "small", TINY)):
             write_data(of, where)
-            if any(case.name == "RLHFPPO" for case in cases):
+            if any(case.name.startswith("RLHFPPO") for case in cases):
                 write_judge(of, where)
         for case in cases:
             if case.is_vllm and (device.type == "cpu" or find_spec("vllm") is None):
@@ -327,7 +328,13 @@ def measure_modules(
                 continue
 
             def run(case: Case = case) -> None:
-                row = measure(case, size, folder, device, steps, speed)
+                own, place = (case.size(size), folder / case.name) if device.type == "cuda" else (size, folder)
+                if case.lengths is not None and place != folder:
+                    place.mkdir()
+                    write_data(own, place)
+                    (place / "judge").symlink_to(folder / "judge")
+                    (place / "small").symlink_to(folder / "small")
+                row = measure(case, own, place if case.lengths else folder, device, steps, speed)
                 report.show(case.name, [row.get(column) for column in COLUMNS], row)
 
             report.run(case.name, 60, run)

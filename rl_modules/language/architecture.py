@@ -72,6 +72,7 @@ def make_config(
         except (OSError, ValueError, KeyError, RecursionError) as error:
             refuse_no_model(model_name_or_path)
             raise UsageError(unreadable(model_name_or_path, error)) from error
+        _refuse_quantized(model_name_or_path, config)
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
             fields = {**SMALL, **fields}
@@ -98,6 +99,16 @@ def make_config(
         raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
                          "give the one that the model was trained with as tokenizer_name_or_path")  # fmt: skip
     return config
+
+
+def _refuse_quantized(name: str, config: PretrainedConfig) -> None:
+    """Refuses a model with quantized weights, unless transformers can dequantize them while it reads them."""
+    given = getattr(config, "quantization_config", None)
+    fields = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
+    method = str(fields.get("quant_method", "")).rpartition(".")[2].lower()
+    if method and method not in ("mxfp4", "fp8", "gguf"):
+        raise UsageError(f"model_name_or_path={name!r} has weights quantized by {method} (quantization_config of its "
+                         f"config.json): {_NOT_QUANTIZED}; give the model before quantization")  # fmt: skip
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:

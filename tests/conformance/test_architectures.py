@@ -183,3 +183,18 @@ def test_two_steps_of_a_reward_model_or_its_refusal(name):
             module.configure_model()
     else:
         assert moved(module, lambda: fit(module, data, max_steps=2))
+
+
+def test_a_model_with_quantized_weights_is_refused(tmp_path):
+    module = GRPO(model_config=ARCHITECTURES["Qwen2"])
+    module.configure_model()
+    module.export(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**fields, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    )
+    with pytest.raises(
+        UsageError, match=r"has weights quantized by bitsandbytes .* give the model before quantization"
+    ):
+        GRPO(str(tmp_path / "model"), lora={"r": 2}).configure_model()
