@@ -25,7 +25,7 @@ def serve(given: Any) -> None:
     quiet()
     cap = given.max_rows_in_flight
     make: MakeEngine
-    if given.engine == "native":
+    if given.engine == "native" or given.model is not None:
         make = lambda spec: NativeEngine(spec, cap)  # noqa: E731
     else:
         if importlib.util.find_spec("vllm") is None:

@@ -16,7 +16,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language import logits
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.sampling.server import make_server
-from rl_modules.language.sampling.teacher import TeacherService
+from rl_modules.language.sampling.teacher import ServedTeacher, TeacherService
 from tests.rl_modules.language.sampler_cases import TOKEN
 from tests.rl_modules.language.test_grpo import TINY, small_tokenizer
 from tests.training import assert_equal_checkpoints, fit
@@ -310,3 +310,31 @@ def test_refused_teachers_and_data(teacher: str, tmp_path: Path) -> None:
     data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=0)
     with pytest.raises(UsageError, match="needs the student's completions; take PromptDataModule"):
         fit(student(teacher, distillation_objective="policy_gradient"), data, max_steps=1)
+
+
+LIES: dict[str, tuple[Any, str]] = {
+    "fewer places": ({"rows": [{"ids": [[1, 2]], "log_prob": [[-1.0, -1.0]]}]}, "answers for other places"),
+    "places of unequal width": (
+        {"rows": [{"ids": [[1, 2], [1]], "log_prob": [[-1.0, -1.0], [-1.0]]}]}, "answers for other places"),
+    "a token that no model has": (
+        {"rows": [{"ids": [[1, 99], [1, 2]], "log_prob": [[-1.0, -1.0]] * 2}]}, "no model of the student's vocabulary"),
+    "probabilities above 1": (
+        {"rows": [{"ids": [[1, 2]] * 2, "log_prob": [[-0.1, -0.1]] * 2}]}, "no model of the student's vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_served_teachers_answer_is_checked(lie: str, teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ServedTeacher("127.0.0.1:1", student(teacher).tokenizer, 2)
+    answer, sentence = LIES[lie]
+    monkeypatch.setattr(client.server, "ask", lambda *arguments, **options: answer)
+    with pytest.raises(UsageError, match=sentence):
+        client.likeliest([[3, 4, 5]], [1], 1.0, 14)
+
+
+@pytest.mark.parametrize(("texts", "begin"), [([[3]], [1]), ([[3, 4]], [0]), ([[3, 10**6]], [1]), ([[3] * 9999], [1])])
+def test_a_request_that_no_model_can_score_is_refused(texts: list[list[int]], begin: list[int], teacher: str) -> None:
+    with serving(teacher) as address:
+        client = ServedTeacher(address, student(teacher).tokenizer, 2)
+        with pytest.raises(UsageError, match=r"refuses /score: a text has \d+ tokens, the first to score is"):
+            client.likeliest(texts, begin, 1.0, 14)
