@@ -35,14 +35,15 @@ from recipes.trainer import Trainer
 
 HORIZON = 8
 #: Probability below which a sequence of moves is not followed.
-LEAST = 1e-4
+LEAST = 1e-3
 #: Of each control algorithm: its arguments, and those of its datamodule.
 CONTROL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "QLearning": ({"exploration_fraction": 0.8, "exploration_initial_eps": 1.0},
                   {"n_envs": 4, "n_steps": 4, "batch_size": None, "n_epochs": 1, "total_timesteps": 4000}),
-    "DQN": ({"learning_rate": 1e-3, "exploration_fraction": 0.5, "net_arch": [32], "target_update_interval": 50},
-            {"n_envs": 4, "learning_starts": 100, "train_freq": 8, "batch_size": 32, "buffer_size": 4000,
-             "total_timesteps": 4000}),
+    "DQN": ({"gamma": 0.9, "learning_rate": 2e-3, "exploration_fraction": 0.5, "net_arch": [32],
+             "target_update_interval": 50},
+            {"n_envs": 4, "learning_starts": 100, "train_freq": 8, "gradient_steps": 8, "batch_size": 32,
+             "buffer_size": 4000, "total_timesteps": 8000}),
     "PPO": ({"net_arch": [32], "learning_rate": 3e-3},
             {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000}),
     "RecurrentPPO": ({"lstm_hidden_size": 16, "net_arch": {"pi": [], "vf": []}, "learning_rate": 3e-3},
