@@ -13,6 +13,8 @@ from rl_modules.common.errors import UsageError
 _WRITTEN = "S3ntinel"
 _THOUGHT = "<think>\nTh0ught\n</think>\n\n"
 _SHOWN = 30
+#: Forms of messages whose ends are kept.
+_KEPT = 1000
 
 
 class TurnTemplate:
@@ -29,6 +31,8 @@ class TurnTemplate:
         if encoder.tokenizer.chat_template is None:
             raise UsageError("environment: the tokenizer has no chat template, which writes an environment's messages; "
                              "take a tokenizer with one")  # fmt: skip
+        #: Characters that end a message's calls, and token ids that end its turn, by its form.
+        self._ends: dict[str, tuple[int, list[int]]] = {}
         self._special = frozenset(i for i, token in encoder.tokenizer.added_tokens_decoder.items() if token.special)
 
     def following(
@@ -43,16 +47,20 @@ class TurnTemplate:
             record: the prompt's, whose ``tools`` and ``chat_template_kwargs`` the template reads.
         """
         before = [*self.encoder.messages("?"), _stand_in(message)]
-        alone = self._after(before, record)
-        # The end of the calls is the model's own; what is left is the end of its turn.
-        calls = len(self._closing(alone, record)) if message.get("tool_calls") else 0
-        after = self._after([*before, *map(dict, new)], record, add_generation_prompt=True)[calls:]
-        ids = self._ids(after)
+        key = repr((before[-1], record.get("tools"), record.get("chat_template_kwargs")))
+        if key not in self._ends:
+            if len(self._ends) == _KEPT:  # calls may have names without number
+                self._ends.clear()
+            alone = self._after(before, record)
+            # The end of the calls is the model's own; what is left is the end of its turn.
+            calls = len(self._closing(alone, record)) if message.get("tool_calls") else 0
+            self._ends[key] = calls, self._ids(alone[calls:])
+        calls, end = self._ends[key]
+        ids = self._ids(self._after([*before, *map(dict, new)], record, add_generation_prompt=True)[calls:])
         if last is None:
             return ids
         if ids[:1] == [last]:
             return ids[1:]
-        end = self._ids(alone[calls:])
         place = next((i for i, token in enumerate(end) if token in self.stops), None)
         if place is None or ids[:place] != end[:place] or not ids[place:]:
             return ids
