@@ -22,7 +22,7 @@ from rl_modules.language.grpo_arguments import (
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.routers import router_logits, router_loss
+from rl_modules.language.routers import completions_router_loss, router_logits
 from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
@@ -236,10 +236,8 @@ class GRPO(PolicyWithReference):
     correction = property(correction_of)
 
     def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
-        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities.
-
-        Args:
-            fields: log_prob, sampling_log_prob and mask, [B, L] each.
+        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities;
+        ``fields`` are log_prob, sampling_log_prob and mask, [B, L] each.
         """
         hp, ours = self.hparams, (fields["log_prob"], fields["sampling_log_prob"], fields["mask"])
         bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
@@ -278,13 +276,7 @@ class GRPO(PolicyWithReference):
         if self.entropy_coef and entropy is not None:
             loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
-        if routers is None:
-            return loss
-        filled = batch["prompt_length"] + batch["length"]
-        # The forward pass does not read the last column, which predicts nothing.
-        balance = router_loss(self.model, routers[-1], filled, len(routers[-1][0]) // len(filled))
-        self.record(aux_loss=balance.detach())
-        return loss + balance
+        return loss if routers is None else loss + completions_router_loss(self, routers[-1], batch)
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning
@@ -335,7 +327,7 @@ class GRPO(PolicyWithReference):
         self.record(loss=loss)
         weight, means, extremes = clip_metrics(self, log_prob, batch)
         self.record(weight, **means)
-        self.record(**self.reduced(extremes))
+        self.record(**(self.reduced(extremes) if self._world_size > 1 else extremes))
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))

@@ -358,8 +358,6 @@ class PolicyWithReference(LanguagePolicy):
 
     def reduced(self, extremes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns extremes over all ranks; the end of each name, ``min`` or ``max``, says of which kind."""
-        if self._world_size == 1:
-            return extremes
         return {name: self.trainer.strategy.reduce(x, reduce_op=name[-3:]) for name, x in extremes.items()}
 
     def gathered(self, x: Tensor) -> Tensor:

@@ -36,3 +36,12 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: i
     mask = torch.arange(width, device=filled.device) < filled.unsqueeze(1)
     loss = function(logits, network.num_experts, network.num_experts_per_tok, mask)
     return text_config(model.config).router_aux_loss_coef * loss
+
+
+def completions_router_loss(module: Any, logits: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+    """Returns and records the same over the tokens of prompts and completions of a minibatch."""
+    filled = batch["prompt_length"] + batch["length"]
+    # The forward pass does not read the last column, which predicts nothing.
+    balance = router_loss(module.model, logits, filled, len(logits[0]) // len(filled))
+    module.record(aux_loss=balance.detach())
+    return balance
