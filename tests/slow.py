@@ -23,7 +23,7 @@ def state_of_tree() -> str:
 
 def files(words: list[str]) -> list[str]:
     """Returns the test files with slow tests, in pytest's order."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *CHOSEN, *words]
+    command = [sys.executable, "-m", "pytest", "--collect-only", *CHOSEN, *words]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     return list(dict.fromkeys(line.partition("::")[0] for line in lines if "::" in line))
 
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
             continue
         start_s = time.monotonic()
         print(f"{file} …", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", *CHOSEN, *(w for w in words if not Path(w).exists()), file]
+        command = [sys.executable, "-m", "pytest", *CHOSEN, *(w for w in words if not Path(w).exists()), file]
         code = subprocess.run(command, cwd=ROOT).returncode
         if code:
             failed.append(file)
