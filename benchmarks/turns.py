@@ -74,7 +74,7 @@ def compare(pairs: int, slow_s: float) -> dict[str, Any]:
         try:
             return writer.write(
                 lambda prompts, seeds, partner: write(sampler, prompts, seeds, settings, partner),
-                records, seeds, [0] * PROMPTS, GENERATIONS, limits, 0,
+                records, seeds, GENERATIONS, limits, 0,
             )  # fmt: skip
         finally:
             calls.stop()

@@ -346,8 +346,7 @@ class LanguageDataModule(LanguageArguments):
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
         early = self.early_rewards(records, k)
         listener = None if early is None else early.on_ended
-        starts = [stream_seed(self.seed, 0, "eval start", i) for i in numbers]
-        written = self.complete(self.writer.act, records, starts, seeds, k, on_ended=listener, **settings)
+        written = self.complete(self.writer.act, records, seeds, k, on_ended=listener, **settings)
         records = opened(records, written, k)
         self.rewards.take_logged()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
@@ -355,12 +354,10 @@ class LanguageDataModule(LanguageArguments):
         return {**scored, **texts, "logged": self.rewards.take_logged() | dialogue_metrics(scored)}
 
     def complete(
-        self, act: Callable[..., Completions], records: Sequence[Record], starts: Sequence[int], seeds: Sequence[int],
+        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
         num_generations: int, **how: Any,
     ) -> Completions:  # fmt: skip
-        """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments. ``starts`` are a
-        seed per prompt and ``seeds`` one per completion.
-        """
+        """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments."""
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:

@@ -85,7 +85,6 @@ class Dialogues:
         act: Callable[..., Completions],
         records: Sequence[Record],
         seeds: Sequence[int],
-        starts: Sequence[int],
         num_generations: int,
         limits: Limits,
         pad_token_id: int,
@@ -95,18 +94,16 @@ class Dialogues:
         Args:
             act: the policy's ``act`` with the sampling settings.
             records: P.
-            seeds: one per dialogue.
-            starts: one per prompt, ``start_seed`` of the records that environments get.
+            seeds: one per dialogue; the first one of a prompt gives the ``start_seed`` of its records.
             num_generations: dialogues per prompt.
             limits: of each dialogue.
             pad_token_id: fills the rows up.
         """
-        rows = [
-            Row({**record, "seed": seeds[p * num_generations + j], "start_seed": starts[p]},
-                seeds[p * num_generations + j], self.calls.new())
-            for p, record in enumerate(records)
-            for j in range(num_generations)
-        ]  # fmt: skip
+        rows = []
+        for i, seed in enumerate(seeds):
+            start = stream_seed(seeds[i - i % num_generations], 0, "start")
+            record = {**records[i // num_generations], "seed": seed, "start_seed": start}
+            rows.append(Row(record, seed, self.calls.new()))
         try:
             self._open(rows, num_generations, limits)
             going = [row for row in rows if not row.ended]

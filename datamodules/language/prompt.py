@@ -362,8 +362,7 @@ class PromptDataModule(LanguageDataModule):
         records, seeds = self._asked(places)
         early = self.early_rewards(records, self.num_generations)
         listener = None if early is None else early.on_ended
-        starts = self._starts(places)
-        written = self.complete(self.policy.act, records, starts, seeds, self.num_generations, on_ended=listener)
+        written = self.complete(self.policy.act, records, seeds, self.num_generations, on_ended=listener)
         return self._as_rollout(records, written, early)
 
     def _reserve(self, n_prompts: int) -> int:
@@ -377,10 +376,6 @@ class PromptDataModule(LanguageDataModule):
         n_each = self.num_generations
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
         return self.records(places), seeds
-
-    def _starts(self, places: Sequence[int]) -> list[int]:
-        """Returns a seed for the environments of each prompt."""
-        return [stream_seed(self.seed, 0, "start", place) for place in places]
 
     def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""
@@ -416,11 +411,11 @@ class PromptDataModule(LanguageDataModule):
         return [] if self.environment is None else [environment]
 
     def complete(
-        self, act: Callable[..., Completions], records: Sequence[Record], starts: Sequence[int], seeds: Sequence[int],
+        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
         num_generations: int, **how: Any,
     ) -> Completions:  # fmt: skip
         if self.environment is None:
-            return super().complete(act, records, starts, seeds, num_generations, **how)
+            return super().complete(act, records, seeds, num_generations, **how)
         from datamodules.language.dialogues import Dialogues, Limits
         from datamodules.language.environment_calls import EnvironmentCalls
         from datamodules.language.environments import load_environment
@@ -436,7 +431,7 @@ class PromptDataModule(LanguageDataModule):
         whole = settings.max_completion_length
         limits = Limits(self.max_turns, min(self.max_turn_tokens or whole, whole), whole, self.policy.max_length)
         return self._dialogues.write(
-            partial(act, **how), records, seeds, starts, num_generations, limits, settings.pad_token_id
+            partial(act, **how), records, seeds, num_generations, limits, settings.pad_token_id
         )
 
     # ---------------------------------------------------------------- generations written ahead
@@ -453,7 +448,7 @@ class PromptDataModule(LanguageDataModule):
         records, seeds = self._asked(range(first, first + n_prompts))
         waits = self._ahead.in_thread or self.environment is not None
         early = None if waits else self._judging(first, records, written)
-        written = self._without_stale(records, self._starts(range(first, first + n_prompts)), seeds, written)
+        written = self._without_stale(records, seeds, written)
         while len(self._ahead) < self.async_generations:
             self._ahead.ask(self._reserve(n_prompts))
         return self._as_rollout(records, written, early)
@@ -464,16 +459,16 @@ class PromptDataModule(LanguageDataModule):
         """
         places = range(first, first + self.generation_size // self.num_generations)
         records, seeds = self._asked(places)
-        module, n_each, starts = self.policy, self.num_generations, self._starts(places)
+        module, n_each = self.policy, self.num_generations
         if self._ahead.in_thread:
-            return self.complete(self._sample, records, starts, seeds, n_each)
+            return self.complete(self._sample, records, seeds, n_each)
         if self.environment is not None:
-            written = self.complete(module.act, records, starts, seeds, n_each)
+            written = self.complete(module.act, records, seeds, n_each)
             version = torch.full_like(written.length, self.learner_trainer.global_step)
             return replace(written, version=version)
         self._ready_rewards()
         early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, n_each)
-        written = self.complete(module.act, records, starts, seeds, n_each, on_ended=early.on_ended)
+        written = self.complete(module.act, records, seeds, n_each, on_ended=early.on_ended)
         state = asdict(early.trainer_state or TrainerState())
         del state["max_steps"]  # of the run, which a resume may make longer
         self._states[first] = state
@@ -503,9 +498,7 @@ class PromptDataModule(LanguageDataModule):
                 early.on_ended(row, tokens[:n])
         return early
 
-    def _without_stale(
-        self, records: list[Record], starts: list[int], seeds: list[int], written: Completions
-    ) -> Completions:
+    def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
         """Writes the groups again whose weights are more than ``async_generations`` generations old."""
         assert written.version is not None
         n_each, module = self.num_generations, self.policy
@@ -517,8 +510,7 @@ class PromptDataModule(LanguageDataModule):
             return written
         groups = old.nonzero().flatten().tolist()
         rows = [group * n_each + j for group in groups for j in range(n_each)]
-        own = [records[group] for group in groups], [starts[group] for group in groups]
-        again = self.complete(module.act, *own, [seeds[row] for row in rows], n_each)
+        again = self.complete(module.act, [records[group] for group in groups], [seeds[row] for row in rows], n_each)
         return replaced(written, rows, again, self._pad_id)
 
     def _teardown(self, stage: str) -> None:

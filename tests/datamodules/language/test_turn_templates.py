@@ -73,7 +73,7 @@ def dialogue(tokenizer, cut=False):
     writer = Dialogues(calls, TextEncoder(tokenizer), [tokenizer.eos_token_id], "Asks", 1.0)
     try:
         record = {"prompt": "?", "prompt_ids": [1]}
-        written = writer.write(act, [record], [0], [0], 1, Limits(5, 10_000, 10_000, 20_000), 0)
+        written = writer.write(act, [record], [0], 1, Limits(5, 10_000, 10_000, 20_000), 0)
     finally:
         calls.stop()
     return written, script
