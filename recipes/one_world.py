@@ -223,7 +223,7 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     shutil.rmtree(folder / "start", ignore_errors=True)
     start.export(folder / "start")
     learner = rl_modules.GRPO(
-        model_name_or_path=str(folder / "start"), loss_type="grpo",
+        model_name_or_path=str(folder / "start"), loss_type="dapo",
         learning_rate=1e-3, lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_completion_length=64,
     )  # fmt: skip
     asked = PromptDataModule(
