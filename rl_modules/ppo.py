@@ -83,8 +83,6 @@ class PPO(ActorCriticModule):
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.kl_exceeded = False
-        if not self.penalizes:
-            self.record_now(clip_range=self.clip_range)
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])
         kept: Any = {name: rollout[name] for name in STORED if name in rollout}  # type: ignore[literal-required]
         return {**kept, "advantage": advantage, "returns": returns}
@@ -132,6 +130,11 @@ class PPO(ActorCriticModule):
     def value_loss(self, value: Tensor, batch: Minibatch) -> Tensor:
         """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
         return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        if not self.penalizes:  # recorded here, so that a resumed run draws the value that it was given
+            self.record_now(clip_range=self.clip_range)
 
     # ---------------------------------------------------------------- adaptive KL penalty
 
