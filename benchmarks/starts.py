@@ -8,7 +8,7 @@
 ``constant, then linear`` have seeds, lengths and schedules of their own. From each it trains every variant for 1,000
 steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. ``--first`` trains 150
 steps at a constant learning rate and keeps their results in ``starts_first``. Results that exist are skipped; a stopped
-run resumes. ``report`` writes the tables of docs/language/grpo.md from these files.
+run resumes. ``report`` writes the tables of docs/language/grpo_measured.md from these files.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from recipes.stages import evaluate
 STORES = {False: Path(__file__).parent / "results" / "starts", True: Path(__file__).parent / "results" / "starts_first"}
 #: Options that ``--first`` changes in every variant; its steps are the same for any length of a run.
 FIRST = {"model.lr_scheduler_type": "constant_with_warmup", "trainer.max_steps": 150, "data.eval_steps": 50}
-PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
+PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo_measured.md"
 BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
 START_CONFIG = "sft/addition_start.yaml"
 #: Options of the supervised runs beside their config; of several, each begins where the one before it ended. Their

@@ -27,7 +27,7 @@ from rl_modules import (
     RecurrentPPO,
 )  # fmt: skip
 
-CONTROL = Path(__file__).parents[1].joinpath("docs/metrics.md").read_text(encoding="utf-8").split("\n# Language")[0]
+CONTROL = Path(__file__).parents[1].joinpath("docs/metrics.md").read_text(encoding="utf-8")
 FIRST_COLUMN = "\n".join(line.split("|")[1] for line in CONTROL.splitlines() if line.startswith("| `"))
 DEFINED = Counter(re.findall(r"`([^`]+)`", FIRST_COLUMN))
 WHOLE = {"n_envs": 2, "n_steps": 32, "batch_size": None, "n_epochs": 1}

@@ -15,6 +15,20 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
+#: Pages that a command writes, and the two tables of another library's arguments, which are read by search.
+LONG = {"results", "resume_compared", "concepts/one_batch", "how_to/from_sb3_arguments", "how_to/from_trl_arguments"}
+LIMIT = 1500
+
+
+def test_no_page_is_longer_than_the_limit():
+    """Counts everything between blanks: code, tables and links too; tests/docs counts those of the notebooks."""
+    docs = ROOT / "docs"
+    words = {path.relative_to(docs).with_suffix("").as_posix(): len(path.read_text("utf-8").split())
+             for path in docs.rglob("*.md")}  # fmt: skip
+    assert set(words) >= LONG
+    assert {name: count for name, count in words.items() if count > LIMIT and name not in LONG} == {}
+
+
 def test_the_page_quotes_the_whole_file():
     page = (ROOT / "docs/ppo_in_one_page.md").read_text(encoding="utf-8")
     quoted = "\n".join(re.findall(r"```python\n(.*?)\n```", page, re.DOTALL))

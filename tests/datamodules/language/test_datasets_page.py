@@ -1,4 +1,4 @@
-"""Every format on docs/language/datasets.md loads from a file, a table, a directory and an object, or is refused."""
+"""Every format on docs/language/datasets.md loads from every source, every one on refused_formats.md is refused."""
 
 import json
 import re
@@ -15,7 +15,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import fit
 
-PAGE = (Path(__file__).parents[3] / "docs/language/datasets.md").read_text("utf-8")
+DOCS = Path(__file__).parents[3] / "docs/language"
+PAGE = "".join((DOCS / f"{name}.md").read_text("utf-8") for name in ("datasets", "refused_formats"))
 BLOCKS = {
     name: [json.loads(line) for line in text.splitlines()]
     for name, text in re.findall(r"```jsonl ([^\n]+)\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""What docs/language/tasks.md shows works as it stands there."""
+"""What docs/language/tasks.md and docs/language/rewards.md show works as it stands there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ from datamodules.language import load_reward_func, make_task
 from datamodules.language.rewards import FACTORIES, FUNCTIONS
 from datamodules.language.tasks import TASKS
 
-GUIDE = (Path(__file__).parents[3] / "docs/language/tasks.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs/language"
+GUIDE = "".join((DOCS / f"{name}.md").read_text("utf-8") for name in ("tasks", "rewards"))
 BLOCKS = [yaml.safe_load(block)["data"] for block in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)]
 
 

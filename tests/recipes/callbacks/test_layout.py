@@ -13,7 +13,7 @@ from recipes.callbacks.curves import CHARTS, layout_of, points
 from recipes.cli import main
 from rl_modules import A2C, PPO, RLOO, SAC
 
-GLOSSARY = Path(__file__).parents[3].joinpath("docs/metrics.md").read_text("utf-8")
+GLOSSARY = "".join(page.read_text("utf-8") for page in Path(__file__).parents[3].joinpath("docs").glob("metrics*.md"))
 DEFINED = {name for line in GLOSSARY.splitlines() if line.startswith("| `")
            for name in re.findall(r"`([^`]+)`", line.split("|")[1])}  # fmt: skip
 #: The glossary writes these together with their neighbours, or under the name of their group.

@@ -1,4 +1,4 @@
-"""What docs/language/grpo.md shows as an advantage and a loss of one's own works as it stands there, in few lines."""
+"""What docs/language/advantages.md shows as an own advantage and loss works as it stands there, in few lines."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from rl_modules.common.loading import load_object
 from tests.rl_modules.language.test_grpo import TINY, batch_by_hand, gradient_of
 from tests.training import fit
 
-PAGE = (Path(__file__).parents[3] / "docs/language/grpo.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/language/advantages.md").read_text("utf-8")
 CODE = re.search(r"```python\n# my_project/rl.py\n(.*?)```", PAGE, re.DOTALL)[1]
 CONFIG = yaml.safe_load(re.search(r"```yaml\nmodel:\n  class_path: my_project.*?```", PAGE, re.DOTALL)[0][8:-3])
 

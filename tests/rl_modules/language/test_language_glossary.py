@@ -1,4 +1,4 @@
-"""Every curve of the language algorithms is defined in docs/metrics.md."""
+"""Every curve of the language algorithms is defined in docs/metrics_language.md or docs/metrics_policies.md."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, Distillation, RewardModel
 from tests.rl_modules.language.test_run_state import TINY, Curves, fit
 
-LANGUAGE = Path(__file__).parents[3].joinpath("docs/metrics.md").read_text("utf-8").split("\n# Language")[1]
+DOCS = Path(__file__).parents[3] / "docs"
+LANGUAGE = "".join((DOCS / f"metrics_{name}.md").read_text("utf-8") for name in ("language", "policies"))
 FIRST_COLUMN = [line.split("|")[1] for line in LANGUAGE.splitlines() if line.startswith("| `")]
 DEFINED = [name for cell in FIRST_COLUMN for name in re.findall(r"`([^`]+)`", cell)]
 HELD_OUT = {"n_eval": 4, "eval_steps": 2}
