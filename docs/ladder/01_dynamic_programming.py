@@ -18,14 +18,15 @@
 # * $r(s, a)$ is the expected reward of action $a$ in state $s$;
 # * $\gamma \in [0, 1]$ is the **discount** per step.
 #
-# A **policy** $\pi(a \mid s)$ is the probability of action $a$ in state $s$. The **return** from step $t$ is the
+# One step, $(s_t, a_t, r_t, s_{t+1})$, is a **transition**; the steps from a start to an end are an **episode**. A
+# **policy** $\pi(a \mid s)$ is the probability of action $a$ in state $s$. The **return** from step $t$ is the
 # discounted sum of rewards,
 #
 # $$G_t = r_t + \gamma r_{t+1} + \gamma^2 r_{t+2} + \dots = \sum_{k=0}^{\infty} \gamma^k r_{t+k}.$$
 #
 # If no reward exceeds $r_{\max}$ in size, then $|G_t| \le r_{\max} \sum_k \gamma^k = r_{\max} / (1 - \gamma)$: a
-# discount below 1 makes every return finite. An episode that ends gives no rewards afterwards. In the equations its
-# end is a state that leads to itself with reward 0.
+# discount below 1 makes every return finite. After its end an episode gives no rewards. In the equations its end is
+# a state that leads to itself with reward 0.
 #
 # The **value** of a state and the **action value** are expected returns under a policy:
 #
@@ -48,7 +49,8 @@
 # Q^\pi(s, a).$$
 #
 # Insert the first into the second. With $r_\pi(s) = \sum_a \pi(a \mid s)\, r(s, a)$ and
-# $P_\pi(s, s') = \sum_a \pi(a \mid s)\, P(s' \mid s, a)$ this is one linear equation per state,
+# $P_\pi(s, s') = \sum_a \pi(a \mid s)\, P(s' \mid s, a)$ this is one linear equation per state ($I$ is the identity
+# matrix),
 #
 # $$V^\pi = r_\pi + \gamma P_\pi V^\pi \quad\Longleftrightarrow\quad V^\pi = (I - \gamma P_\pi)^{-1} r_\pi.$$
 #
@@ -82,9 +84,9 @@ print("V of the random walk", [round(v, 3) for v in value[:6].tolist()])
 #
 # $$Q^*(s, a) = r(s, a) + \gamma \sum_{s'} P(s' \mid s, a)\, \max_{a'} Q^*(s', a').$$
 #
-# The equation is no longer linear. It is solved by iteration: start with any $Q_0$ and apply the right side again
-# and again, $Q_{k+1} = T Q_k$. This is **value iteration**, and it converges for $\gamma < 1$. Proof: for two
-# tables $Q$ and $Q'$,
+# The equation is no longer linear. It is solved by iteration: start with any $Q_0$ and apply the right side to all
+# pairs again and again, $Q_{k+1} = T Q_k$; one application is a **sweep**. This is **value iteration**, and it
+# converges for $\gamma < 1$. Proof: for two tables $Q$ and $Q'$,
 #
 # $$\begin{aligned}|TQ(s,a) - TQ'(s,a)| &= \gamma \Big| \sum_{s'} P(s' \mid s,a) \big[\max_{a'} Q(s', a') -
 # \max_{a'} Q'(s', a')\big] \Big| \\ &\le \gamma \max_{s', a'} |Q(s', a') - Q'(s', a')|,\end{aligned}$$
@@ -153,9 +155,9 @@ print("errors of value iteration", [round(error, 3) for error in curves["value i
 # falls to 0 at the fifth sweep.
 #
 # **What failure looks like.** The third curve solves another equation: after the end of an episode it continues
-# with the value of the next start, as an implementation does that bootstraps across the end. It converges as fast,
-# but not to the value of the policy. The sign of this error in a learning curve is a value that settles far from
-# the returns that the agent receives.
+# with the value of the next start, as an implementation does that ignores the end. It converges as fast, but not to
+# the value of the policy. This error shows in a learning curve as a value that settles far from the returns that
+# the agent receives.
 #
 # ## Exercises
 #

@@ -19,7 +19,7 @@
 # squared distance from its mean, is $\operatorname{Var}[G] / n$ for independent returns: the error falls as
 # $1/\sqrt n$, so ten times the accuracy costs a hundred times the episodes. In one episode a pair may be visited
 # several times. Its returns then overlap and are not independent; **first-visit** Monte Carlo counts the first
-# only.
+# only. The average over all visits is slightly biased, because their number is random, too.
 #
 # The average can be updated without storing the returns:
 #
@@ -120,9 +120,9 @@ keep("Monte Carlo", runs, "eval/true_return")
 # of the action values is right in the cells on the way, the return is 10, although the values themselves still
 # change.
 #
-# **What failure looks like.** With $\alpha = 1$ the table holds the last return instead of an average. Behind the
-# same action this is sometimes +, sometimes -, since the later steps are random, and the greedy policy jumps.
-# Averages need a step size well below 1 where returns are noisy.
+# **What failure looks like.** With $\alpha = 1$ the table holds the last return instead of an average. After the
+# same action this is sometimes positive and sometimes negative, since the later steps are random, and the greedy
+# policy jumps. Averages need a step size well below 1 where returns are noisy.
 
 # %%
 agent, _ = train(0)

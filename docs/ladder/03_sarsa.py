@@ -15,7 +15,8 @@
 # \pi(\cdot \mid s_{t+1}).$$
 #
 # Monte Carlo samples the whole return $G_t$. Here only the reward, the next state and the next action are sampled,
-# and the rest is the current table $Q$. Using an estimate inside a target is called **bootstrapping**:
+# and the rest is the current table $Q$. The number towards which an update moves an entry is its **target**, here
+# $r_t + \gamma\, Q(s_{t+1}, a_{t+1})$. Using an estimate inside a target is called **bootstrapping**:
 #
 # $$Q(s_t, a_t) \leftarrow Q(s_t, a_t) + \alpha\, \delta_t, \qquad \delta_t = r_t + \gamma\, (1 - d_t)\, Q(s_{t+1},
 # a_{t+1}) - Q(s_t, a_t).$$
@@ -85,8 +86,8 @@ for share in (0.0, 0.8):
 # Between the corners is a cliff: stepping into it costs 100 and leads back to the start. The shortest way runs
 # along the edge and has the return -13, the optimum. With a random step in ten ($\varepsilon = 0.1$) that way is
 # expensive, and since SARSA evaluates the policy that it follows, it learns to keep away. What is the best return
-# *with* the random steps? Every action becomes "with probability $\varepsilon$ a random one", which is another
-# known environment, that value iteration solves:
+# *with* the random steps? Replace every action by "with probability $\varepsilon$ a random one". This is another
+# known environment, which value iteration solves:
 
 # %%
 cliff = known("CliffWalking-v1", max_episode_steps=200)
@@ -129,12 +130,13 @@ for name, several in runs.items():
 keep("SARSA", runs["ε from 0.1 to 0"], "eval/true_return")
 
 # %% [markdown]
-# **How to read it.** The curve shows the greedy policy without random steps; -200 is the time limit. At constant
-# $\varepsilon$ SARSA settles on a way one or two rows above the cliff, with return -15 or -17. This is right for
-# the policy that it follows: the exact optimum under random steps is the way with -15 (printed above), and the
-# longer way costs hardly more there. Once $\varepsilon$ falls to 0 the policy that it follows is the greedy one,
-# and all seeds find the shortest way, -13. The optimistic initial value of 50 makes untried actions look good, so
-# that all are tried although $\varepsilon$ vanishes, but it takes longer.
+# **How to read it.** The curve shows the greedy policy without random steps; -200 is the time limit. The step size
+# `lin_0.2` falls linearly from 0.2 to 0 during the run. At constant $\varepsilon$ SARSA settles on a way one or two
+# rows above the cliff, with return -15 or -17. This is right for the policy that it follows: the exact optimum
+# under random steps is the way with -15 (printed above), and the longer way costs hardly more there. Once
+# $\varepsilon$ falls to 0 the policy that it follows is the greedy one, and all seeds find the shortest way, -13.
+# The optimistic initial value of 50 makes untried actions look good, so that all are tried although $\varepsilon$
+# vanishes, but it takes longer.
 #
 # **What failure looks like.** With $\alpha = 1$ each entry is its last target. One fall into the cliff overwrites
 # what many steps have learned, and the greedy policy loses its way again and again: the curve never settles.

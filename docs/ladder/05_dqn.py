@@ -80,8 +80,9 @@ for name, target in (("plain", plain), ("double", double)):
 # rewards are estimated.
 #
 # The settings are those of `dqn/cartpole.yaml` with smaller networks: 30,000 transitions, one gradient step per two
-# transitions, target network renewed every 64 gradient steps, 3-step targets, and a step size that decays to 0.
-# Three seeds take about a minute.
+# transitions, target network renewed every 64 gradient steps, 3-step targets, a step size that decays to 0, and
+# *dueling* heads: the network's last layers compute one number per state and one per action, and $Q$ is their sum,
+# less the mean of the second. Three seeds take about a minute.
 
 
 # %%
@@ -200,6 +201,6 @@ for gamma in (0.4, 0.5, 0.9):
 # values cross, needs few actions, and can only give deterministic policies. [REINFORCE](06_reinforce.ipynb)
 # improves the policy itself, by gradient ascent on the return.
 #
-# **Sources.** Mnih et al. 2015, *Nature* 518; deadly triad: Sutton & Barto 2018, section 11.3, whose example 11.1
-# is the two states above; dueling heads: [arXiv:1511.06581](https://arxiv.org/abs/1511.06581); which parts matter:
+# **Sources.** Mnih et al. 2015, *Nature* 518; Sutton & Barto 2018, sections 11.2 (the two states above) and 11.3
+# (the deadly triad); dueling heads: [arXiv:1511.06581](https://arxiv.org/abs/1511.06581); which parts matter:
 # Rainbow, [arXiv:1710.02298](https://arxiv.org/abs/1710.02298).

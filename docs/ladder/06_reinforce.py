@@ -59,15 +59,16 @@
 # | $A^\pi(s_t, a_t) = Q^\pi - V^\pi$, the **advantage** | `advantage` | small variance; must be estimated |
 # | $r_t + \gamma V(s_{t+1}) - V(s_t)$, the TD error | `advantage`, with `gae_lambda=0` | biased where $V$ is wrong |
 #
-# In the discounted problem a factor $\gamma^t$ stands before each term but the first. Practice omits it, because it
-# would nearly ignore the late steps of long episodes; so do the algorithms here.
+# In the discounted problem a factor $\gamma^t$ stands before each $\Psi_t$ but that of the first row. Practice
+# omits it, because it would nearly ignore the late steps of long episodes; so do the algorithms here.
 #
 # ## Checked against the exact gradient
 #
 # In the maze everything can be computed. Here each step costs 1, so that there are rewards before the end. The
-# policy is a softmax of a table $\theta$ of zeros: the random walk. The exact gradient comes from differentiating
-# the solution of Bellman's equation, the estimates from 20,000 walks. The table shows the derivative of $J$ with
-# respect to the entry of "right" in the start cell.
+# policy is the **softmax** of a table $\theta$,
+# $\pi_\theta(a \mid s) = e^{\theta(s, a)} / \sum_b e^{\theta(s, b)}$. The table is 0, so the policy is the random
+# walk. The exact gradient comes from differentiating the solution of Bellman's equation, the estimates from 20,000
+# walks. The table shows the derivative of $J$ with respect to the entry of "right" in the start cell.
 
 # %%
 import torch
@@ -151,8 +152,9 @@ keep("REINFORCE", runs["reward-to-go"], "eval/mean_reward")
 # %% [markdown]
 # **How to read it.** All seeds reach 500, and whole-episode returns do nearly as well here: every step's reward is
 # 1, and the batch mean takes most of the variance away. The curves rise with dips, since each step uses a fresh and
-# noisy estimate. The policy's **entropy**, the mean of $-\log \pi_\theta(a \mid s)$, starts at $\log 2 = 0.69$ for
-# two equally likely actions and falls slowly as the policy becomes certain.
+# noisy estimate. The policy's **entropy**, the mean of $-\log \pi_\theta(a \mid s)$ (in **nats**, the unit of the
+# natural logarithm), starts at $\log 2 = 0.69$ for two equally likely actions and falls slowly as the policy
+# becomes certain.
 
 # %%
 for run in [run for several in runs.values() for run in several]:
@@ -168,8 +170,8 @@ plot(runs, "entropy", "transitions", "entropy of the policy (nats)")
 #
 # ## Exercises
 #
-# **Exercise 6.1.** A policy has two actions with logits $(0, 0)$. Action 0 was taken and has the weight $\Psi = 2$.
-# Compute the gradient of `policy_gradient_loss` with respect to the logits.
+# **Exercise 6.1.** A policy is the softmax of two numbers $z = (0, 0)$, its **logits**. Action 0 was taken and has
+# the weight $\Psi = 2$. Compute the gradient of `policy_gradient_loss` with respect to the logits.
 #
 # <details markdown="1"><summary>Answer</summary>
 #

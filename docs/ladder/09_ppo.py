@@ -84,11 +84,12 @@ for kl in (0.005, 0.01, 0.02):
 # %% [markdown]
 # ## The algorithm
 #
-# 1. Collect a rollout: $n$ environments, $T$ steps each, with $\log \pi_{\text{old}}(a_t \mid s_t)$ and $V(s_t)$
-# noted.
+# 1. Collect a rollout, the same number of steps in each of several environments, with
+# $\log \pi_{\text{old}}(a_t \mid s_t)$ and $V(s_t)$ noted.
 # 2. Compute $\hat A_t$ by GAE and the targets $R_t = \hat A_t + V(s_t)$, once.
-# 3. For several epochs: shuffle the transitions, cut them into minibatches, and take a gradient step on
-# $L + c_v (V_\phi - R)^2 - c_e H$ with the advantages of the minibatch shifted and scaled to mean 0 and variance 1.
+# 3. For several **epochs**, which are passes over the rollout: shuffle the transitions, cut them into minibatches,
+# and take a gradient step on $L + c_v (V_\phi - R)^2 - c_e H$ with the advantages of the minibatch shifted and
+# scaled to mean 0 and variance 1.
 #
 # In the first step all ratios are 1, and the gradient is A2C's. Only from the second step on does the clip matter:
 # it is what makes several passes over the same data safe. [PPO in one page](../ppo_in_one_page.md) is this loop
@@ -118,7 +119,7 @@ keep("PPO", runs["PPO"], "eval/mean_reward")
 # %% [markdown]
 # **How to read it.** All seeds reach 500. The clip fraction stays between 0.03 and 0.1, since step size and clip
 # range decay together. Between 0.01 and 0.2 is usual. A clip fraction of 0 throughout means that the epochs are
-# wasted or the step too small; one above 0.3 means that most of the batch has stopped to count.
+# wasted or the step too small; one above 0.3 means that much of the batch no longer counts.
 
 # %%
 plot(runs, "train/clip_fraction", "transitions", "clip fraction")
@@ -126,8 +127,8 @@ plot(runs, "train/clip_fraction", "transitions", "clip fraction")
 # %% [markdown]
 # **What failure looks like.** Without the clip, twenty epochs on 256 transitions move the policy as far as the
 # optimizer can. The return jumps up and falls back, and the KL between two updates, drawn below, is hundreds of
-# times larger. (The clip fraction of that run is 0 since nothing lies outside a range of ±100: a diagnostic counts
-# only with its setting in mind.)
+# times larger. (The clip fraction of that run is 0 since nothing lies outside a range of ±100: read a diagnostic
+# together with its setting.)
 
 # %%
 plot(runs, "train/approx_kl", "transitions", "KL of an update (nats)")

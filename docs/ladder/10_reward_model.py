@@ -17,7 +17,7 @@
 # So the state is the prompt with the tokens so far, the action is the next token, and the environment appends it,
 # without chance. An episode is a completion. Usually nothing is rewarded until its end, and there is no discount.
 #
-# The running example are the sums of two digits: the prompt is `3+4=`, the right completion `7`. The model is a
+# The running example is addition of two digits: the prompt is `3+4=`, the right completion `7`. The model is a
 # transformer of two layers with random weights. **Supervised fine-tuning** (SFT) shows it demonstrations and
 # minimises $-\log \pi_\theta(y \mid x)$ per token. It is stopped early here, so that something remains to be
 # learned:
@@ -49,17 +49,18 @@ print("for 3+4=:", {y: round(float(h.log_probs(sft)[34, y].exp()), 2) for y in r
 #
 # Someone compares two completions of the prompt $x$ and prefers one. The same pair may be judged differently
 # another time: a comparison is random. Suppose that each completion has a reward $r(x, y)$, that the judge
-# perceives it with independent noise, and prefers what looks better. If the noise has a Gumbel distribution, the
-# difference of two such noises has the logistic distribution function, and
+# perceives it with independent noise, and prefers the completion that looks better. $y_1 \succ y_2$ means that
+# $y_1$ is preferred. If the noise has a Gumbel distribution, the difference of two such noises has the logistic
+# distribution function, and
 #
 # $$P(y_1 \succ y_2 \mid x) = \sigma\big(r(x, y_1) - r(x, y_2)\big) = \frac{e^{r(x, y_1)}}{e^{r(x, y_1)} + e^{r(x,
 # y_2)}}, \qquad \sigma(z) = \frac{1}{1 + e^{-z}}.$$
 #
-# This is the **Bradley–Terry model** (1952). The right form says it in another way: chances are proportional to
-# strengths $e^r$. A difference of rewards is the logarithm of the odds: $r_1 - r_2 = 2$ means $e^2 = 7.4$ to 1.
+# This is the **Bradley–Terry model** (1952). By the right form the chances are proportional to $e^r$. A difference
+# of rewards is the logarithm of the odds: $r_1 - r_2 = 2$ means $e^2 = 7.4$ to 1.
 #
 # A **reward model** $r_\phi(x, y)$ is a network with weights $\phi$ that returns one number for a text: a
-# transformer whose last token's hidden state goes through a linear layer. Given comparisons with chosen $y_c$ and
+# transformer whose output at the last token goes through a linear layer. Given comparisons with chosen $y_c$ and
 # rejected $y_r$, the likelihood of all outcomes is a product of such probabilities. Its negative logarithm, per
 # comparison, is the loss
 #
@@ -95,7 +96,7 @@ print("A - B:", round(float(score[0] - score[1]), 4), " log 3:", 1.0986)
 # %% [markdown]
 # ## The run
 #
-# Behind the comparisons stands a known reward: 0 for the right sum, and -2 for each unit away from it. So "off by
+# The comparisons are drawn from a known reward: 0 for the right sum, and -2 for each unit away from it. So "off by
 # one" loses against the right sum in 7.4 of 8.4 comparisons, and two answers that are equally far off split evenly.
 # The reward model sees 20,000 comparisons of answers from 0 to 18 once or twice; it starts from the SFT model,
 # which knows something about sums. The best possible accuracy on the 1,000 held-out comparisons is known exactly,

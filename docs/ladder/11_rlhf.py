@@ -46,9 +46,10 @@
 # $$r_t = -\beta \log \frac{\pi_{\text{old}}(y_t \mid x, y_{<t})}{\pi_{\text{ref}}(y_t \mid x, y_{<t})} + [\,t =
 # n\,]\; r_\phi(x, y).$$
 #
-# No gradient flows through these rewards: they are numbers, computed under the policy that sampled.
-# `functional.rlhf_rewards` computes them. By hand: three tokens, log-probabilities of -1 under the policy and -1.5
-# under the reference, $\beta = 0.1$ and a score of 2 give $(-0.05, -0.05, 1.95)$.
+# $[\,t = n\,]$ is 1 for the last token and 0 otherwise. No gradient flows through these rewards: they are numbers,
+# computed under the policy that sampled. `functional.rlhf_rewards` computes them. By hand: three tokens,
+# log-probabilities of -1 under the policy and -1.5 under the reference, $\beta = 0.1$ and a score of 2 give
+# $(-0.05, -0.05, 1.95)$.
 
 # %%
 import tempfile

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 13. Agents
 #
-# A completion of [GRPO](12_grpo.ipynb) is one long action: the policy writes, is judged, and that was all. A model
-# that calls a tool, plays a game or works in a shell acts several times, and reads an answer in between. This page
-# returns to the maze of the first pages, as text, and asks the language model to walk in it.
+# A completion of [GRPO](12_grpo.ipynb) is one long action: the policy writes, and the reward ends the episode. A
+# model that calls a tool, plays a game or works in a shell acts several times, and reads an answer in between. This
+# page returns to the maze of the first pages, as text, and asks the language model to walk in it.
 #
 # **Before:** [12. GRPO](12_grpo.ipynb) · **Next:** [all curves](14_together.ipynb) · [glossary](glossary.md)
 #
@@ -32,7 +32,7 @@
 #
 # The next turn's prompt must be the tokens that the policy wrote, not their text. A tokenizer splits a text in one
 # way, and a policy can write it in another. Text that goes through the tokenizer again can become other tokens,
-# with other probabilities, and the ratio of page 9 then compares two different actions. A tokenizer that knows the
+# with other probabilities, and the ratio of page 8 then compares two different actions. A tokenizer that knows the
 # token `ab` shows it:
 
 # %%
@@ -109,13 +109,13 @@ if not h.SHORT:
     print("exact return after GRPO", round(dialogue_return(policy, None), 3))
 
 # %% [markdown]
-# **How to read it.** The rise to 0 is the easy half: most walks of the start end in the trap, and every other end is
-# better. The policy learns to stay away from it, and stays away from the goal too: the return rests at 0, because a
-# walk that ends nowhere earns nothing. As long as some walks of a group reach the goal they are far above the mean
-# and are reinforced; another seed of the same settings (`python -m recipes.agent --world maze --seed 7`, with
-# `loss_type: dapo`) left the plateau after 85 steps and ended at 9.92. Here no walk of the last groups reached it, and
-# a group without a spread teaches nothing. A table explores with $\epsilon$-greedy actions (page 4); a policy that
-# samples its own words explores only as long as it is unsure. The number of turns tells the same story:
+# **How to read it.** The rise to 0 is the easy half: most walks of the start end in the trap, and every other end
+# is better. The policy learns to stay away from it, and stays away from the goal too: the return rests at 0,
+# because a walk that ends nowhere earns nothing. As long as some walks of a group reach the goal they are far above
+# the mean and are reinforced; another seed of the same settings (`python -m recipes.agent --world maze --seed 7`,
+# with `loss_type: dapo`) left the plateau after 85 steps and ended at 9.92. Here no walk of the last groups reached
+# it, and a group without a spread teaches nothing. A table explores with $\varepsilon$-greedy actions (page 2); a
+# policy that samples its own words explores only as long as it is unsure. The number of turns shows the same:
 
 # %%
 h.plot(runs, "train/environment/turns", "optimizer steps", "turns of a dialogue")
@@ -181,13 +181,15 @@ for text in (
 #
 # </details>
 #
-# **Exercise 13.2.** What is the mean number of guesses that guess-the-number from 1 to 64 needs at least, and how
-# much of it does a player lose who guesses a random number of those still possible?
+# **Exercise 13.2.** A number from 1 to 64 is to be guessed; each wrong guess is answered by *higher* or *lower*.
+# How many guesses does the best player need on average, and how many does a player need who guesses at random among
+# the numbers still possible?
 #
 # <details markdown="1"><summary>Answer</summary>
 #
 # The $k$-th guess can decide $2^{k-1}$ numbers: $\sum_{k=1}^{6} k\, 2^{k-1} = 321$ for the first 63, and 7 for the
-# last, so $328 / 64 = 5.125$. The random player needs $2 (1 + \frac1n) H_n - 3 = 6.64$.
+# last, so $328 / 64 = 5.125$. The random player needs $2 (1 + \frac1n) H_n - 3 = 6.64$ for $n = 64$, with
+# $H_n = 1 + \frac12 + \dots + \frac1n$.
 #
 # ```python
 # from datamodules.language.worlds import Guess, demonstrations
@@ -203,13 +205,13 @@ for text in (
 # </details>
 #
 # **Exercise 13.3.** A random walk in the maze of at most 8 moves ends in the trap, at the goal, or nowhere. Compute
-# its expected return, and why a policy that never moves is better.
+# its expected return, and say why a policy that never moves is better.
 #
 # <details markdown="1"><summary>Answer</summary>
 #
-# Dynamic programming over 8 steps: $-4.73$, because the trap has three neighbours on the way and the goal one
-# safe one. A policy that bumps into a wall 8 times earns 0. A policy that only imitates the mean of its own better
-# dialogues therefore first learns not to move.
+# Dynamic programming over 8 steps: $-4.73$, because two cells border on the trap and only one on the goal. A policy
+# that bumps into a wall 8 times earns 0. GRPO makes likelier what is better than the group's mean, so it first
+# learns to avoid the trap.
 #
 # ```python
 # import gymnasium as gym

@@ -58,7 +58,7 @@ lay_over(optimum, "transitions", "mean return of 10 episodes")
 # %% [markdown]
 # ## Sums of two digits
 #
-# The share of right answers among samples, for the policies of the last two pages. RLHF learns from a judge that was
+# The share of right answers among samples, for the policies of pages 11 and 12. RLHF learns from a judge that was
 # trained on noisy comparisons, and levels off near 0.9, the optimum of that judge's score less the KL penalty. GRPO
 # starts lower, from a shorter SFT, learns from a program that knows the answer, and approaches the optimum of 1.
 
@@ -78,6 +78,7 @@ lay_over({"RLHF": 1, "GRPO": 1}, "optimizer steps", "share of right answers")
 # | 7, 8, 9 | GAE with a critic | policy network, with growing care for the length of a step | the environment |
 # | 11 | GAE over tokens | language model | a model of human comparisons (10), less the KL |
 # | 12 | reward less the group's mean | language model | a program |
+# | 13 | return of a dialogue less the group's mean | language model | the environment |
 #
 # The same classes run at full size: [results](../results.md), [algorithms](../algorithms/index.md), [the RLHF
 # pipeline](../language/rlhf.md), [R1's pipeline](../language/r1.md).
