@@ -8,9 +8,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
 from datamodules.language.arguments import LanguageArguments, require_held_out
-from datamodules.language.dialogue_fields import dialogue_metrics, fields_of, opened, transcript, with_rewards
 from datamodules.language.encoding import TextEncoder, reads_alike
-from datamodules.language.mixture import MixedOrder, Mixture, by_source, held_out
 from datamodules.language.notices import note_completions, note_demonstrations, notice
 from datamodules.language.order import EndlessOrder, evaluate_every
 from datamodules.language.records import TEXTS, as_record, place_of, refuse
@@ -27,6 +25,7 @@ from rl_modules.core.state import forget_state, load_state, state_of
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
+    from datamodules.language.mixture import Mixture
     from datamodules.language.streaming import RecordStream
     from rl_modules.language.contract import TextLearner, WritingLearner
 
@@ -45,12 +44,14 @@ class LanguageDataModule(LanguageArguments):
         super().__post_init__()
         given = self.task
         self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
+        self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
         funcs = [*load_reward_funcs(self.reward_funcs, self.task), *self.further_rewards()]
-        if isinstance(self.task, Mixture) and isinstance(self.eval_path, dict) and not self.reward_funcs and (
-            unknown := [name for name in self.eval_path if name not in self.task.sources]
-        ):  # fmt: skip
-            raise UsageError(f"eval_path: no reward function applies to the set {unknown[0]!r}; give it the name of a "
-                             f"source ({', '.join(self.task.sources)}), or give reward_funcs, for all")  # fmt: skip
+        #: Names of the sources of records, and of the evaluation sets, that have metrics of their own.
+        mixed = [] if self.mixture is None else list(self.mixture.sources)
+        self.sources = list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
+        if mixed and self.sources != mixed and not self.reward_funcs:
+            raise UsageError(f"eval_path: no reward function applies to the set {self.sources[len(mixed)]!r}; give it "
+                             f"the name of a source ({', '.join(mixed)}), or give reward_funcs, for all")  # fmt: skip
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = trainer_state(None, 0.0)
         #: Those of a large file or dataset are encoded when they are asked for.
@@ -143,14 +144,16 @@ class LanguageDataModule(LanguageArguments):
         """
         training = split == "train"
         # A task compares texts.
-        is_task = self.task is not None and not isinstance(self.task, Mixture)
+        is_task = self.task is not None and self.mixture is None
         checks: dict[str, Any] = {"reshape": self.reshape, "texts": TEXTS if is_task else self.texts}
         if not training and isinstance(self.eval_path, dict):
+            from datamodules.language.mixture import held_out
+
             checks |= {"columns": self.columns, "answer_after": self.answer_after, "required": self.eval_required}
             return self._encode_and_report(held_out(self.eval_path, self.n_eval, seed=self.seed, **checks))
-        if isinstance(self.task, Mixture) and (training or self.eval_path is None):
+        if self.mixture is not None and (training or self.eval_path is None):
             required = self.required if training else self.eval_required
-            return self._encode_and_report(self.task.load(split, n, required=required, **checks))
+            return self._encode_and_report(self.mixture.load(split, n, required=required, **checks))
         if not training and self.eval_path is not None:
             source: dict[str, Any] = {"path": self.eval_path}
         else:
@@ -184,8 +187,8 @@ class LanguageDataModule(LanguageArguments):
     @property
     def source(self) -> str:
         """Name of the records' source, for messages and names: the task, file or dataset."""
-        if isinstance(self.task, Mixture):
-            return " and ".join(self.task.sources)
+        if self.mixture is not None:
+            return " and ".join(self.mixture.sources)
         names = (self.hparams[name] for name in ("task", "path", "dataset"))
         return next(str(name) for name in names if name is not None)
 
@@ -260,9 +263,11 @@ class LanguageDataModule(LanguageArguments):
 
     def order_of_records(self) -> EndlessOrder:
         """Returns the order of the training records, which a run begins with."""
-        if not isinstance(self.task, Mixture) or not self.train_records:
+        if self.mixture is None or not self.train_records:
             return EndlessOrder(self.seed)
-        weights = {name: float(source.weight) for name, source in self.task.sources.items()}
+        from datamodules.language.mixture import MixedOrder
+
+        weights = self.mixture.weights
         return MixedOrder(self.seed, list(self.train_records), weights, lambda: getattr(self, "_segments", []))
 
     def record_at(self, position: int) -> int:
@@ -347,11 +352,14 @@ class LanguageDataModule(LanguageArguments):
         early = self.early_rewards(records, k)
         listener = None if early is None else early.on_ended
         written = self.complete(self.writer.act, records, seeds, k, on_ended=listener, **settings)
-        records = opened(records, written, k)
+        if written.dialogues is not None:
+            from datamodules.language.dialogues import opened
+
+            records = opened(records, written, k)
         self.rewards.take_logged()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
         texts = joined_sequences([record["prompt_ids"] for record in records], written, k, self._pad_id)
-        return {**scored, **texts, "logged": self.rewards.take_logged() | dialogue_metrics(scored)}
+        return {**scored, **texts, "logged": self.rewards.take_logged()}
 
     def complete(
         self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
@@ -384,9 +392,14 @@ class LanguageDataModule(LanguageArguments):
         repeated = [record for record in records for _ in range(k)]
         self._ready_rewards()
         said: list[Any] = texts
+        turns: dict[str, Any] = {}
         if written.dialogues is not None:
+            from datamodules.language.dialogues import dialogue_metrics, transcript, with_rewards
+
             texts, said = [transcript(d) for d in written.dialogues], [d["messages"] for d in written.dialogues]
             repeated = with_rewards(repeated, written, self.rewards.by_token)
+            turns = {name: getattr(written, name) for name in ("written", "turn", "turn_reward", "dialogues")}
+            self.rewards.note(dialogue_metrics(written))
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, said, ids) if early is None else early.result(repeated, texts)
         for row, dialogue in enumerate(written.dialogues or ()):
@@ -395,12 +408,18 @@ class LanguageDataModule(LanguageArguments):
         self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.token_rewards(scores, lengths)
-        answers = [
-            self._answer_of(record, text_of(completion)) for record, completion in zip(repeated, said, strict=True)
-        ]
-        correct = self._correct(repeated, scores)
-        sources = self.sources
-        self.rewards.note(by_source(repeated, sources, self.rewards.names, scores, correct) if sources else {})
+        plain = list(map(text_of, said))
+        first = scores[:, 0] if len(self.rewards) else None
+        if self.mixture is None:
+            answers = [voted_answer(t, self.answer_after) if self.task is None else self.task.extract(t) for t in plain]
+        else:
+            answers = list(map(self.mixture.answer_of, repeated, plain))
+            first = None if first is None else self.mixture.first_reward(repeated, scores)
+        correct = None if first is None else first >= self.correct_threshold
+        if self.sources:
+            from datamodules.language.mixture import by_source
+
+            self.rewards.note(by_source(repeated, self.sources, self.rewards.names, scores, correct))
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],
             "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
@@ -413,26 +432,8 @@ class LanguageDataModule(LanguageArguments):
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
             "length": written.length,
             "finished": written.finished,
-            **fields_of(written),
+            **turns,
         }
-
-    @property
-    def sources(self) -> list[str]:
-        """Names of the sources of records, and of the evaluation sets, that have metrics of their own."""
-        mixed = self.task.sources if isinstance(self.task, Mixture) else ()
-        return list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
-
-    def _answer_of(self, record: Record, text: str) -> str | None:
-        if isinstance(self.task, Mixture):
-            return self.task.answer_of(record, text)
-        return voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text)
-
-    def _correct(self, records: list[Record], scores: torch.Tensor) -> torch.Tensor | None:
-        """Whether each completion is right, [B], by the first reward function or that of the record's source."""
-        if not len(self.rewards):
-            return None
-        first = self.task.first_reward(records, scores) if isinstance(self.task, Mixture) else scores[:, 0]
-        return first >= self.correct_threshold
 
     def _ready_rewards(self) -> None:
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)

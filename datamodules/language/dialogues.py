@@ -1,7 +1,9 @@
 """Dialogues between the model in training and environments."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +11,14 @@ import torch
 from datamodules.language.coroutines import TooLong
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
-from datamodules.language.environments import Message, check_messages, check_step, written_message
+from datamodules.language.environments import Message, check_messages, check_step, load_environment, written_message
 from datamodules.language.notices import notice
+from datamodules.language.tasks.base import Record
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.turns import Further
-
-Record = dict[str, Any]
 
 
 @dataclass
@@ -259,3 +260,73 @@ def _completions(rows: list[Row], going: list[Row], written: Completions | None,
         kept=None if written.kept is None else chosen(written.kept, 0),
         kept_count=None if written.kept_count is None else chosen(written.kept_count, 0),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- for PromptDataModule: completions, rewards, metrics
+
+
+def complete(
+    data: Any, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int], num_generations: int,
+    **how: Any,
+) -> Completions:  # fmt: skip
+    """Writes dialogues of records' prompts with the datamodule's environment."""
+    how.pop("on_ended", None)
+    settings = data.policy.settings(**how)
+    if data._dialogues is None or data._dialogues.encoder is not data.encoder:
+        kwargs, name = data.environment_kwargs or {}, str(data.hparams["environment"])
+        make = partial(load_environment(data.environment, kwargs), **kwargs)
+        calls = EnvironmentCalls(make, data.env_workers, data.env_timeout_s)
+        data._dialogues = Dialogues(calls, data.encoder, settings.eos_token_id, name, data.env_patience_s)
+    whole = settings.max_completion_length
+    limits = Limits(data.max_turns, min(data.max_turn_tokens or whole, whole), whole, data.policy.max_length)
+    return data._dialogues.write(partial(act, **how), records, seeds, num_generations, limits, settings.pad_token_id)
+
+
+def opened(records: Sequence[Record], written: Completions, num_generations: int) -> list[Record]:
+    """The records with the prompts that environments opened the dialogues with."""
+    assert written.dialogues is not None
+    first = written.dialogues[::num_generations]
+    return [{**record, "prompt": dialogue["prompt"], "prompt_ids": dialogue["prompt_ids"]}
+            for record, dialogue in zip(records, first, strict=True)]  # fmt: skip
+
+
+def environment(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, environment_reward: Any, **_: Any
+) -> Any:
+    """The reward function of the environment: what each dialogue's turns earned."""
+    return environment_reward
+
+
+def with_rewards(records: Sequence[Record], written: Completions, by_token: bool) -> list[Record]:
+    """A record per dialogue, with the column ``environment_reward``: the sum over its turns, or a number per token;
+    None where the environment has failed.
+    """
+    assert written.dialogues is not None and written.turn_reward is not None
+    rows, lengths = written.turn_reward.tolist(), written.length.tolist()
+    earned: list[Any] = []
+    for dialogue, row, length in zip(written.dialogues, rows, lengths, strict=True):
+        failed = dialogue["ended"] == "failed"
+        earned.append(None if failed else row[:length] if by_token else math.fsum(dialogue["rewards"]))
+    return [{**record, "environment_reward": value} for record, value in zip(records, earned, strict=True)]
+
+
+def dialogue_metrics(written: Completions) -> dict[str, tuple[float, int]]:
+    """Mean number of turns, shares of dialogues that failed, and that reached ``max_turns`` or the limit of tokens, and
+    tokens of the environment per dialogue, each with the number of dialogues.
+    """
+    assert written.dialogues is not None and written.written is not None
+    n = len(written.dialogues)
+    ends = [dialogue["ended"] for dialogue in written.dialogues]
+    values = {
+        "turns": sum(sum(m["role"] == "assistant" for m in d["messages"]) for d in written.dialogues),
+        "failed": ends.count("failed"),
+        "truncated": ends.count("max_turns") + ends.count("length"),
+        "tokens_read": float(written.length.sum() - written.written.sum()),
+    }
+    return {f"environment/{name}": (value / n, n) for name, value in values.items()}
+
+
+def transcript(dialogue: Mapping[str, Any]) -> str:
+    """A dialogue after its prompt as text, a line per message, for tables."""
+    parts = [f"{m['role']}: {m.get('content') or ''}" for m in dialogue["messages"]]
+    return "\n".join([*parts, f"[{dialogue['error'] or dialogue['ended']}]"])

@@ -80,7 +80,7 @@ class Source:
 class Mixture(Task):
     """Several sources as one task. A record's column ``data_source`` names its source."""
 
-    name = "mixture"
+    name, is_mixture = "mixture", True
 
     def __init__(self, entries: Sequence[Any], seed: int = 0) -> None:
         super().__init__(seed)
@@ -100,6 +100,11 @@ class Mixture(Task):
 
     def records(self, split: str, n: int | None) -> list[Record]:
         return self.load(split, n)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The sources' weights by name."""
+        return {name: float(source.weight) for name, source in self.sources.items()}
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,12 +13,9 @@ from datamodules.experience import LazyLoader, resumed_position
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.dialogue_fields import dialogue_metrics, environment, opened
-from datamodules.language.mixture import SOURCE, MixedOrder, Mixture, checked_weights, load_curriculum
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
-from datamodules.language.rollouts import store
 from datamodules.language.rows import (
     RowLengths,
     chosen_rows,
@@ -37,6 +33,7 @@ from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
 
 if TYPE_CHECKING:
+    from datamodules.language.dialogues import Dialogues
     from rl_modules.language.contract import CompletionLearner
     from rl_modules.language.sampling.turns import Partner
 
@@ -120,15 +117,19 @@ class PromptDataModule(LanguageDataModule):
     _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
-    _dialogues: Any = None
+    _dialogues: "Dialogues | None" = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_generation_size()
-        self.reweigh = None if self.curriculum is None else load_curriculum(self.curriculum)
-        if self.reweigh is not None and not (isinstance(self.task, Mixture) and len(self.rewards)):
-            raise UsageError(f"curriculum={self.hparams['curriculum']!r} weighs sources by their pass rates; "
-                             "give task a list of sources, with reward functions")  # fmt: skip
+        self.reweigh: Any = None
+        if self.curriculum is not None:
+            from datamodules.language.mixture import load_curriculum
+
+            self.reweigh = load_curriculum(self.curriculum)
+            if self.mixture is None or not len(self.rewards):
+                raise UsageError(f"curriculum={self.hparams['curriculum']!r} weighs sources by their pass rates; "
+                                 "give task a list of sources, with reward functions")  # fmt: skip
         if self.dynamic_sampling and self.num_generations == 1:
             raise UsageError(f"dynamic_sampling={self.dynamic_sampling} replaces groups whose rewards are all equal, "
                              "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
@@ -279,6 +280,8 @@ class PromptDataModule(LanguageDataModule):
             prepared = module.prepare(rollout)
         module.train(training)
         if self.rollouts_path is not None:
+            from datamodules.language.rollouts import store
+
             store(self.rollouts_path, self.generation, self._rank, rollout)
         self.generation += 1
         if self.reweigh is not None:
@@ -297,7 +300,7 @@ class PromptDataModule(LanguageDataModule):
         if self.generation == 0:
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
-            return {**rollout, **self._take_notes(rollout)}
+            return {**rollout, **self._take_notes()}
         lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
         for _ in range(self.dynamic_sampling):
             # Every rank draws equally many, because otherwise the ranks' collectives would not match.
@@ -314,12 +317,14 @@ class PromptDataModule(LanguageDataModule):
             self._warned_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
-        return {**rollout, "missing": lacking / n_prompts, **self._take_notes(rollout)}
+        return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
 
     def _follow_curriculum(self) -> None:
         """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
-        assert self.reweigh is not None and isinstance(self._passes, MixedOrder) and isinstance(self.task, Mixture)
-        names = list(self.task.sources)
+        from datamodules.language.mixture import MixedOrder, checked_weights
+
+        assert self.mixture is not None and isinstance(self._passes, MixedOrder)
+        names = list(self.mixture.sources)
         counts = torch.tensor([self._solved.pop(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
         if self._world_size > 1:
             counts = self.learner_trainer.strategy.reduce(
@@ -330,8 +335,7 @@ class PromptDataModule(LanguageDataModule):
                 self._pass_rates[name] = right / n if name not in self._pass_rates else (
                     0.9 * self._pass_rates[name] + 0.1 * right / n)  # fmt: skip
         rates = {name: self._pass_rates.get(name, 0.5) for name in names}
-        weights = {name: float(source.weight) for name, source in self.task.sources.items()}
-        found = checked_weights(self.reweigh(rates, weights), names, self.hparams["curriculum"])
+        found = checked_weights(self.reweigh(rates, self.mixture.weights), names, self.hparams["curriculum"])
         # Rounds that are written ahead may be asked for once more.
         self._segments = [*self._segments, self._passes.reweighed(self.drawn, found)][-8 - self.async_generations :]
         total = sum(found.values())
@@ -350,10 +354,9 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
-    def _take_notes(self, rollout: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _take_notes(self) -> dict[str, Any]:
         """Returns the reward functions' failures and logged values since the last call."""
-        logged = self.rewards.take_logged() | dialogue_metrics(rollout or {})
-        return {"failed": self.rewards.take_failures(), "logged": logged}
+        return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
@@ -380,7 +383,10 @@ class PromptDataModule(LanguageDataModule):
     def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""
         module, n_each = self.policy, self.num_generations
-        records = opened(records, written, n_each)
+        if written.dialogues is not None:
+            from datamodules.language.dialogues import opened
+
+            records = opened(records, written, n_each)
         if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
             step = torch.full_like(written.length, self.learner_trainer.global_step)
             written = replace(written, version=step)
@@ -397,7 +403,7 @@ class PromptDataModule(LanguageDataModule):
         }
         if self.reweigh is not None:
             for record, right in zip(records, rollout["correct"].float().tolist(), strict=True):
-                solved = self._solved.setdefault(record[SOURCE], [0.0, 0.0])
+                solved = self._solved.setdefault(record["data_source"], [0.0, 0.0])
                 solved[0], solved[1] = solved[0] + sum(right), solved[1] + len(right)
         rollout["reward"] = require_rewards(module.rewards(rollout), len(written.finished), module)
         if self.dynamic_sampling and rollout["reward"].ndim > 1:
@@ -408,31 +414,21 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- dialogues
 
     def further_rewards(self) -> list[Callable[..., Any]]:
-        return [] if self.environment is None else [environment]
+        if self.environment is None:
+            return []
+        from datamodules.language.dialogues import environment
+
+        return [environment]
 
     def complete(
         self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
         num_generations: int, **how: Any,
     ) -> Completions:  # fmt: skip
         if self.environment is None:
-            return super().complete(act, records, seeds, num_generations, **how)
-        from datamodules.language.dialogues import Dialogues, Limits
-        from datamodules.language.environment_calls import EnvironmentCalls
-        from datamodules.language.environments import load_environment
+            return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
+        from datamodules.language.dialogues import complete
 
-        how.pop("on_ended", None)
-        settings = self.policy.settings(**how)
-        if self._dialogues is None or self._dialogues.encoder is not self.encoder:
-            kwargs = self.environment_kwargs or {}
-            make = partial(load_environment(self.environment, kwargs), **kwargs)
-            calls = EnvironmentCalls(make, self.env_workers, self.env_timeout_s)
-            name = str(self.hparams["environment"])
-            self._dialogues = Dialogues(calls, self.encoder, settings.eos_token_id, name, self.env_patience_s)
-        whole = settings.max_completion_length
-        limits = Limits(self.max_turns, min(self.max_turn_tokens or whole, whole), whole, self.policy.max_length)
-        return self._dialogues.write(
-            partial(act, **how), records, seeds, num_generations, limits, settings.pad_token_id
-        )
+        return complete(self, act, records, seeds, num_generations, **how)
 
     # ---------------------------------------------------------------- generations written ahead
 

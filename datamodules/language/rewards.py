@@ -269,7 +269,7 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
 def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
     """The reward functions of an argument: one or several entries; none: the task's own."""
     specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
-    if given and task is not None and task.name == "mixture":
+    if given and task is not None and task.is_mixture:
         specs = [*task.reward_funcs, *specs]  # those of the sources, and those of all
     if not specs and task is not None:
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.core.settings import setting
 from rl_modules.language.advantages import load_argument, path_of, require_advantages, scores_by, turn_advantages
-from rl_modules.language.architecture import wants_router_loss
+from rl_modules.language.architecture import completions_router_loss, router_logits, wants_router_loss
 from rl_modules.language.completion_metrics import clip_metrics, quantile, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.grpo_arguments import (
@@ -22,7 +22,6 @@ from rl_modules.language.grpo_arguments import (
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.routers import completions_router_loss, router_logits
 from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask

@@ -245,10 +245,13 @@ class PolicyWithReference(LanguagePolicy):
         """Returns how sampling changed the distribution of a rollout's or a minibatch's completions, for
         log-probabilities of the same.
         """
-        if truncations_of(self) and "kept" not in fields and not self.lacks_support:
-            self.lacks_support = True
-            warn_of_lacking_support(self)
-        return Filter.of(self.repetition_penalty, fields)
+        if "kept" not in fields:
+            if truncations_of(self) and not self.lacks_support:
+                self.lacks_support = True
+                warn_of_lacking_support(self)
+            if self.repetition_penalty == 1:
+                return None
+        return Filter(self.repetition_penalty, fields.get("kept"), fields.get("kept_count"))
 
     def reference_log_probs_of(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None

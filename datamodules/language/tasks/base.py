@@ -45,6 +45,8 @@ class Task:
     name: ClassVar[str] = "task"
     #: Share of the questions that training never sees.
     test_fraction: ClassVar[float] = 0.1
+    #: Whether it is a mixture of other sources.
+    is_mixture: ClassVar[bool] = False
     #: The prompt where none is given.
     default_template: ClassVar[str] = "{question}"
     #: How many questions there are, where ``questions`` lists them.

@@ -127,7 +127,8 @@ class _Decoding:
         if rows.seen is not None:
             rows.seen.scatter_(-1, rows.token.unsqueeze(-1), True)
         ended = self.record.add(rows.step, rows.row, rows.token, log_prob)
-        self.record.keep(rows.step, rows.row, scores)
+        if self.record.keeps:
+            self.record.keep(rows.step, rows.row, scores)
         rows.position, rows.step = rows.position + 1, rows.step + 1
         # The only synchronisation per token: the number of remaining rows decides the next shapes.
         return ended.tolist()
@@ -172,7 +173,8 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
             seen.scatter_(-1, token.unsqueeze(-1), True)
         row = (~done).nonzero().squeeze(-1)
         done[row] = record.add(step, row, token[row], log_prob[row])
-        record.keep(torch.full_like(row, step), row, scores[row])
+        if record.keeps:
+            record.keep(torch.full_like(row, step), row, scores[row])
         return torch.full_like(logits, -torch.inf).scatter_(-1, token.unsqueeze(-1), 0.0)
 
     # `generate` would take settings that are not given from the model's generation config, such as penalties or EOS

@@ -257,7 +257,7 @@ def _completions(record: Record, model: Any) -> Completions:
         release(model)  # its keys and values may be NaN, which no mask hides from a later generation
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
-    kept, count = record.kept
+    kept, count = record.kept() if record.keeps else (None, None)
     count = None if count is None else count[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished, kept=kept, kept_count=count)
 

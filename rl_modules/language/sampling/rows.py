@@ -83,8 +83,8 @@ class Record:
         self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None, keeps: bool = False
     ) -> None:
         self.on_ended = on_ended
-        #: Rows and steps of each pass, and their kept tokens; None: not asked for.
-        self._kept: list[tuple[Tensor, ...]] | None = [] if keeps else None
+        #: Whether the tokens that each was drawn from are written: rows and steps of each pass, and their kept tokens.
+        self.keeps, self._kept = keeps, list[tuple[Tensor, ...]]()
         shape = (len(limit), int(limit.max()))
         self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
         self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
@@ -103,20 +103,11 @@ class Record:
 
     def keep(self, step: Tensor, row: Tensor, scores: Tensor) -> None:
         """Writes which tokens these rows were drawn from, by scores [n, V], -inf for the others."""
-        if self._kept is not None:
-            kept = scores > -torch.inf  # rows that have ended are moved within `row`, hence the copy
-            self._kept.append((row.clone(), step, kept.sum(1), kept.nonzero()[:, 1].to(torch.int32)))
+        kept = scores > -torch.inf  # rows that have ended are moved within `row`, hence the copy
+        self._kept.append((row.clone(), step, kept.sum(1), kept.nonzero()[:, 1].to(torch.int32)))
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the tokens that each was drawn from are written."""
-        return self._kept is not None
-
-    @property
-    def kept(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def kept(self) -> tuple[Tensor, Tensor]:
         """The tokens that each was drawn from, see :func:`~rl_modules.language.sampling.support.packed`."""
-        if self._kept is None:
-            return None, None
         row, step, count, ids = (torch.cat(column) for column in zip(*self._kept, strict=True))
         return packed(row, step, count, ids, (len(self.tokens), self.tokens.shape[1]))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +78,6 @@ class Filter:
     #: See :func:`packed`; None: all tokens were kept, or it is not known which.
     kept: Tensor | None
     kept_count: Tensor | None
-
-    @classmethod
-    def of(cls, repetition_penalty: float, fields: dict[str, Any]) -> Filter | None:
-        """The filter of a rollout or minibatch, by its fields ``kept`` and ``kept_count``; None: nothing changed."""
-        kept, count = fields.get("kept"), fields.get("kept_count")
-        return None if kept is None and repetition_penalty == 1 else cls(repetition_penalty, kept, count)
 
     def __getitem__(self, rows: Tensor) -> Filter:
         if self.kept is None or self.kept_count is None:
