@@ -13,13 +13,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One call.
-
-    Attributes:
-        name: the tool's.
-        arguments: by name; empty where they could not be read.
-        error: why the call can't be made, for the model; "" where it can be read.
-    """
+    """One call of a tool; ``error`` says to the model why it can't be read, and is "" where it can."""
 
     name: str
     arguments: dict[str, Any]
@@ -29,12 +23,8 @@ class Call:
 def message_parser(tokenizer: Any, tools: Sequence[Any] | None = None) -> Callable[[str, str], Message]:
     """Returns a function ``(text, prompt) -> message`` for what a model wrote after a prompt, both with special tokens.
 
-    The tokenizer's own ``response_template`` parses it where it has one, else the parser of the format that its chat
-    template writes. A call that can't be read is a call with an ``error``: see :func:`message_of`.
-
-    Args:
-        tokenizer: of transformers.
-        tools: JSON schemas, by which a ``response_template`` converts arguments.
+    The tokenizer's own ``response_template`` parses it where it has one, by the ``tools``' JSON schemas; else the
+    parser of the format that its chat template writes. A call that can't be read is a call with an ``error``.
     """
     if getattr(tokenizer, "response_template", None) is None:
         form, special = format_of(tokenizer), [token for token in tokenizer.all_special_tokens if token]
@@ -62,15 +52,8 @@ def message_of(text: str, form: str | None = None, special: Sequence[str] = ()) 
     """Returns a text as a message with ``content``, and where there are any ``reasoning_content`` and ``tool_calls``.
 
     What stands before ``</think>`` is reasoning, in which no call counts. A call that can't be read has the key
-    ``error``, a sentence for the model.
-
-    Args:
-        text: what a model wrote, with special tokens.
-        form: name in ``FORMATS``; None: the one whose marker stands in the text.
-        special: tokens that are left out of the content.
-
-    Raises:
-        UsageError: an unknown format.
+    ``error``, a sentence for the model. ``form`` is a name in ``FORMATS``; None: the one whose marker stands in the
+    text, which may have ``special`` tokens.
     """
     if form is not None and form not in FORMATS:
         raise UsageError(f"format {form!r} of tool calls must be one of {', '.join(FORMATS)}"

@@ -64,14 +64,8 @@ class Row:
 class Dialogues:
     """Writes dialogues: the model's part by a sampler, the other by environments.
 
-    An environment that raises or takes too long ends its dialogue, which gets no reward.
-
-    Args:
-        calls: of the environments.
-        encoder: of the policy's tokenizer.
-        stops: ids of the tokens that end a completion.
-        name: of the environment, for messages.
-        patience_s: how long decoding waits for an answer while other dialogues could go on.
+    An environment that raises or takes too long ends its dialogue, which gets no reward. ``patience_s`` is how long
+    decoding waits for an answer while other dialogues could go on.
     """
 
     def __init__(
@@ -90,21 +84,14 @@ class Dialogues:
         limits: Limits,
         pad_token_id: int,
     ) -> Completions:
-        """Writes ``num_generations`` dialogues of each record's prompt.
-
-        Args:
-            act: the policy's ``act`` with the sampling settings.
-            records: P.
-            seeds: one per dialogue; the first one of a prompt gives the ``start_seed`` of its records.
-            num_generations: dialogues per prompt.
-            limits: of each dialogue.
-            pad_token_id: fills the rows up.
+        """Writes ``num_generations`` dialogues of each record's prompt, each with a seed, by the policy's ``act``; the
+        first seed of a prompt gives the ``start_seed`` of its records.
         """
         rows = []
         for i, seed in enumerate(seeds):
             start = stream_seed(seeds[i - i % num_generations], 0, "start")
             record = {**records[i // num_generations], "seed": seed, "start_seed": start}
-            rows.append(Row(record, seed, self.calls.new()))
+            rows.append(Row(record, seed, next(self.calls.numbers)))
         try:
             self._open(rows, num_generations, limits)
             going = [row for row in rows if not row.ended]
@@ -245,13 +232,10 @@ def _completions(rows: list[Row], going: list[Row], written: Completions | None,
 
     mask, turn = chosen(written.written, False), chosen(written.turn, 0)
     reward = torch.zeros(mask.shape, dtype=torch.float32)
-    last = [[-1] * len(row.rewards) for row in rows]
-    for i, (own, of) in enumerate(zip(mask.tolist(), turn.tolist(), strict=True)):
-        for column, (is_written, number) in enumerate(zip(own, of, strict=True)):
-            if is_written and number < len(last[i]):
-                last[i][number] = column
-        for column, earned in zip(last[i], rows[i].rewards, strict=True):
-            reward[i, column] = earned
+    for i, (row, own) in enumerate(zip(rows, torch.where(mask, turn, -1).tolist(), strict=True)):
+        last = {number: column for column, number in enumerate(own)}
+        for number, earned in enumerate(row.rewards):
+            reward[i, last.get(number, -1)] = earned
     version = None if written.version is None else chosen(written.version, int(written.version.max()))
     return Completions(
         tokens=chosen(written.tokens, pad_token_id), log_prob=chosen(written.log_prob, 0.0),

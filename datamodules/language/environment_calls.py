@@ -3,12 +3,13 @@
 import contextlib
 import inspect
 import itertools
+import math
 import multiprocessing
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -128,25 +129,18 @@ def _work(pipe: Any, make: Callable[[], Environment]) -> None:
 
 
 class EnvironmentCalls:
-    """Calls environments by number, many at once.
-
-    Args:
-        make: makes an environment; a class or function at the first level of a module where ``workers`` is above 0.
-        workers: processes that hold the environments; 0: this process does, and calls them in threads.
-        limit_s: longest that a call may take, in seconds; None: no limit.
+    """Calls environments that ``make`` makes, by number, many at once: in ``workers`` processes, or with 0 in threads
+    of this one. A call may take ``limit_s``; None: no limit.
     """
 
     def __init__(self, make: Callable[[], Environment], workers: int, limit_s: float | None) -> None:
         self.limit_s = limit_s
         self._holders: list[Any] = [Worker(make) for _ in range(workers)] or [Objects(make)]
-        self._numbers = itertools.count()
+        #: Numbers of further environments.
+        self.numbers = itertools.count()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = self._busy = 0
         self._lock = threading.Lock()
-
-    def new(self) -> int:
-        """Returns the number of another environment."""
-        return next(self._numbers)
 
     def start(self, number: int, method: str, argument: Any = None) -> "Answer":
         """Begins a call in a thread."""
@@ -212,15 +206,8 @@ class Answer:
 
 def wait(answers: Sequence[Answer], seconds: float | None, for_all: bool) -> None:
     """Waits until one answer, or all, are there or late, at most some seconds."""
-    ends_s = None if seconds is None else time.monotonic() + seconds
-    while True:
-        missing = [answer for answer in answers if not answer.is_there]
-        if not missing or (not for_all and len(missing) < len(answers)):
+    ends_s = math.inf if seconds is None else time.monotonic() + seconds
+    while (missing := [x for x in answers if not x.is_there]) and (for_all or len(missing) == len(answers)):
+        if (left := ends_s - time.monotonic()) <= 0:
             return
-        left = None if ends_s is None else ends_s - time.monotonic()
-        if left is not None and left <= 0:
-            return
-        step = 0.05 if left is None else min(left, 0.05)
-        if for_all and left is not None:
-            step = left
-        wait_for([answer.future for answer in missing], step, FIRST_COMPLETED if not for_all else "ALL_COMPLETED")
+        wait_for([x.future for x in missing], min(left, 0.05), ALL_COMPLETED if for_all else FIRST_COMPLETED)

@@ -66,11 +66,7 @@ EnvironmentClass = Callable[..., Environment]
 
 
 def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any]) -> EnvironmentClass:
-    """Returns the class of an environment, by its import path ``package.module:Class``.
-
-    Raises:
-        UsageError: it can't be imported, lacks ``reset`` or ``step``, or does not accept the settings.
-    """
+    """Returns the class of an environment, by its import path ``package.module:Class``, and checks its settings."""
     cls = load_object(given, "environment") if isinstance(given, str) else given
     missing = [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]
     if not callable(cls) or missing:

@@ -4,7 +4,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,59 +19,72 @@ from datamodules.language.sources import load_records
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from datamodules.language.text import voted_answer
-from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.loading import load_object
+from rl_modules.common.errors import UsageError, real_number
+from rl_modules.common.loading import load_object, require_settings
 from rl_modules.common.seeding import stream_seed
 
 #: Column with the name of a record's source, which reward functions get, too.
 SOURCE = "data_source"
 #: Positions of the stream in which each source has its exact share.
 BLOCK = 1024
-_ARGUMENTS = {"dataset_config", "dataset_split", "eval_split", "columns", "answer_after"}
-_KEYS = {"name", "weight", "task", "task_kwargs", "path", "eval_path", "dataset", "n_train", "n_eval", "reward_funcs",
-         *_ARGUMENTS}  # fmt: skip
 
 
+@dataclass
 class Source:
     """One entry of ``task: [{name: addition, weight: 2}, {path: more.jsonl, reward_funcs: exact_answer}]``."""
 
-    def __init__(self, entry: Any, seed: int) -> None:
+    name: str = ""
+    weight: float = 1
+    task: Any = None
+    task_kwargs: dict[str, Any] | None = None
+    path: str | None = None
+    eval_path: str | None = None
+    dataset: Any = None
+    n_train: int | None = None
+    n_eval: int | None = None
+    reward_funcs: Any = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    eval_split: str = "test"
+    columns: dict[str, str] | None = None
+    answer_after: str | None = None
+    rewards: list[RewardFunction] = field(default_factory=list, init=False)
+
+    @classmethod
+    def of(cls, entry: Any, seed: int) -> "Source":
+        """Checks an entry, and makes its task and reward functions."""
         what = f"task: the source {entry!r}"
         if not isinstance(entry, Mapping):
             raise UsageError(f"{what} should be a dictionary such as {{name: addition, weight: 2}}")
-        for key in entry:
-            if key not in _KEYS:
-                raise UsageError(f"{what} has no setting {key!r}{did_you_mean(key, _KEYS)}; it has "
-                                 f"{', '.join(sorted(_KEYS))}")  # fmt: skip
-        self.entry = dict(entry)
-        given = [key for key in ("task", "path", "dataset") if entry.get(key) is not None]
-        if not given and isinstance(entry.get("name"), str):
-            self.entry["task"], given = entry["name"], ["task"]
+        require_settings(cls, dict(entry), what)
+        self = cls(**entry)
+        if self.task is self.path is self.dataset is None and self.name:
+            self.task = self.name
+        given = [x for x in (self.task, self.path, self.dataset) if x is not None]
         if len(given) != 1:
             raise UsageError(f"{what} should have exactly one of task, path and dataset")
-        self.name = str(entry.get("name") or Path(str(self.entry[given[0]])).stem)
-        self.weight = entry.get("weight", 1)
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
+        self.name = str(self.name or Path(str(given[0])).stem)
+        if not 0 < real_number("weight", self.weight) < math.inf:
             raise UsageError(f"{what}: weight={self.weight!r} must be a number above 0")
-        is_task = given == ["task"]
-        made = make_task(self.entry["task"], **{"seed": seed, **(entry.get("task_kwargs") or {})}) if is_task else None
-        self.task: Task | None = made
-        specs = entry.get("reward_funcs") or (made.reward_funcs if made is not None else [])
+        if self.task is not None:
+            self.task = make_task(self.task, **{"seed": seed, **(self.task_kwargs or {})})
+        specs = self.reward_funcs or (self.task.reward_funcs if self.task is not None else [])
         specs = specs if isinstance(specs, list) else [specs]
-        self.rewards = [of_source(load_reward_func(spec, made), self.name) for spec in specs]
+        self.rewards = [of_source(load_reward_func(spec, self.task), self.name) for spec in specs]
+        return self
 
     def load(self, split: str, n: int | None, seed: int, **checks: Any) -> list[Record]:
         """Returns the source's records of a split; none of ``test`` where a file has no ``eval_path``."""
-        entry, train = self.entry, split == "train"
-        place: dict[str, Any] = {"task": self.task, "path": entry.get("path"), "dataset": entry.get("dataset")}
-        if not train and entry.get("eval_path") is not None:
-            place = {"path": entry["eval_path"]}
-        elif not train and place["path"] is not None:
-            return []
-        options = {key: entry[key] for key in ("dataset_config", "columns", "answer_after") if key in entry}
-        part = entry.get("dataset_split", "train") if train else entry.get("eval_split", "test")
-        n = entry.get("n_train" if train else "n_eval", n)
-        records = load_records(**place, **options, dataset_split=part, split=split, n=n, seed=seed, **checks)
+        place: dict[str, Any] = {"task": self.task, "path": self.path, "dataset": self.dataset}
+        part, n = self.dataset_split, self.n_train or n
+        if split != "train":
+            part, n = self.eval_split, self.n_eval or n
+            if self.eval_path is not None:
+                place = {"path": self.eval_path}
+            elif self.path is not None:
+                return []
+        how = {"dataset_config": self.dataset_config, "columns": self.columns, "answer_after": self.answer_after}
+        records = load_records(**place, **how, dataset_split=part, split=split, n=n, seed=seed, **checks)
         for record in records:
             record[SOURCE] = self.name
         return list(records)
@@ -84,7 +97,7 @@ class Mixture(Task):
 
     def __init__(self, entries: Sequence[Any], seed: int = 0) -> None:
         super().__init__(seed)
-        self.sources = {source.name: source for source in (Source(entry, seed) for entry in entries)}
+        self.sources = {source.name: source for source in (Source.of(entry, seed) for entry in entries)}
         if len(self.sources) < len(entries) or not entries:
             raise UsageError(f"task={entries!r} should be one source or more, of different names; give each a name")
 
@@ -111,24 +124,21 @@ class Mixture(Task):
         return [func for source in self.sources.values() for func in source.rewards]
 
     def first_reward(self, records: Sequence[Record], rewards: Tensor) -> Tensor:
-        """Returns the reward that decides whether each completion is right, [B]: that of its source's first function,
-        or else of the first that applies to all.
-
-        Args:
-            records: one per completion, B.
-            rewards: [B, F], NaN where a function does not apply.
+        """Returns the reward that decides whether each of B completions is right: of [B, F] that of its source's first
+        function, or else of the first that applies to all.
         """
-        ends = list(accumulate(len(source.rewards) for source in self.sources.values()))
-        first = {name: end - len(source.rewards) for (name, source), end in zip(self.sources.items(), ends, strict=True)
-                 if source.rewards}  # fmt: skip
-        columns = [min(first.get(record.get(SOURCE, ""), ends[-1]), rewards.shape[1] - 1) for record in records]
+        first, end = dict[str, int](), 0
+        for name, source in self.sources.items():
+            if source.rewards:
+                first[name], end = end, end + len(source.rewards)
+        columns = [min(first.get(record.get(SOURCE, ""), end), rewards.shape[1] - 1) for record in records]
         return rewards.gather(1, torch.tensor(columns).unsqueeze(1)).squeeze(1)
 
     def answer_of(self, record: Record, text: str) -> str | None:
         """Returns a completion's final answer for a majority vote."""
         source = self.sources.get(record.get(SOURCE, ""))
         if source is None or source.task is None:
-            return voted_answer(text, None if source is None else source.entry.get("answer_after"))
+            return voted_answer(text, None if source is None else source.answer_after)
         return source.task.extract(text)
 
 
@@ -148,10 +158,8 @@ def of_source(func: RewardFunction, source: str) -> RewardFunction:
         def everywhere(values: Any) -> Any:
             if len(values) != len(own):
                 return values  # which the caller refuses
-            spread: list[Any] = [None] * len(names)
-            for i, value in zip(own, values, strict=True):
-                spread[i] = value
-            return spread
+            found = dict(zip(own, values, strict=True))
+            return [found.get(i) for i in range(len(names))]
 
         async def later(values: Any) -> Any:
             return everywhere(await values)
@@ -166,13 +174,10 @@ def of_source(func: RewardFunction, source: str) -> RewardFunction:
         values = func(**part)
         return later(values) if inspect.isawaitable(values) else everywhere(values)
 
-    accepted = [p for p in parameters_of(func).values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(func).values())
-    takes_source = takes_all or SOURCE in parameters_of(func)
-    given = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in accepted}
-    given.setdefault(SOURCE, inspect.Parameter(SOURCE, inspect.Parameter.KEYWORD_ONLY))
-    rest = [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)] if takes_all else []
-    call.__signature__ = inspect.Signature([*given.values(), *rest])  # type: ignore[attr-defined]
+    parameters = parameters_of(func)
+    takes_source = SOURCE in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    further = [] if takes_source else [inspect.Parameter(SOURCE, inspect.Parameter.KEYWORD_ONLY)]
+    call.__signature__ = inspect.Signature([*parameters.values(), *further])  # type: ignore[attr-defined]
     call.__doc__, call.__name__ = func.__doc__, f"{source}.{function_name(func)}"
     return call
 
@@ -180,15 +185,8 @@ def of_source(func: RewardFunction, source: str) -> RewardFunction:
 def by_source(
     records: Sequence[Record], sources: Sequence[str], names: Sequence[str], rewards: Tensor, correct: Tensor | None
 ) -> dict[str, tuple[float, int]]:
-    """Returns metrics of each source's completions, and of how many of them: ``<source>/pass@1``, and the means of the
-    reward functions that apply to several sources.
-
-    Args:
-        records: one per completion, B.
-        sources: their names.
-        names: of the F reward functions.
-        rewards: [B, F] on the CPU; NaN where a function does not apply.
-        correct: whether each completion is right, [B]; None: nothing decides.
+    """Returns metrics of each source's completions, of the B records, and of how many of them: ``<source>/pass@1`` by
+    ``correct`` [B], and the means of ``rewards`` [B, F] on the CPU whose functions apply to several sources.
     """
     found: dict[str, tuple[float, int]] = {}
     for source in sources:
@@ -217,12 +215,8 @@ def shares(weights: Sequence[float], n: int) -> list[int]:
 class MixedOrder(EndlessOrder):
     """An endless stream in which each source has its share of every 1,024 positions, in an order of its own.
 
-    Args:
-        seed: of all orders.
-        records: of the sources, in one list.
-        weights: of the sources by name.
-        segments: returns the weights of curricula: lists of the first position, the number of each source's records
-            before it, and the weights from there on.
+    ``segments`` returns the weights of curricula: lists of the first position, the number of each source's records
+    before it, and the weights from there on.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
 
 if TYPE_CHECKING:
-    from datamodules.language.dialogues import Dialogues
     from rl_modules.language.contract import CompletionLearner
     from rl_modules.language.sampling.turns import Partner
 
@@ -117,7 +116,7 @@ class PromptDataModule(LanguageDataModule):
     _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
-    _dialogues: "Dialogues | None" = None
+    _dialogues: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

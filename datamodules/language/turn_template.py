@@ -19,11 +19,7 @@ _KEPT = 1000
 
 class TurnTemplate:
     """Continues dialogues token by token: the model's tokens are kept as they are, and only the template's own tokens
-    for the end of a turn, new messages and the opened next turn are added.
-
-    Args:
-        encoder: renders messages with the tokenizer's chat template.
-        stops: ids of the tokens that end a completion.
+    for the end of a turn, new messages and the opened next turn are added. ``stops`` are the ids that end a completion.
     """
 
     def __init__(self, encoder: TextEncoder, stops: Collection[int]) -> None:
@@ -38,13 +34,8 @@ class TurnTemplate:
     def following(
         self, message: Mapping[str, Any], last: int | None, new: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
     ) -> list[int]:
-        """Token ids between a model's message and its next one.
-
-        Args:
-            message: the model's; its calls of tools are rendered with other arguments, its text not at all.
-            last: the stop token with which it ended; None: it was cut off, and the template's end of a turn is added.
-            new: the environment's messages.
-            record: the prompt's, whose ``tools`` and ``chat_template_kwargs`` the template reads.
+        """Token ids between a model's message, which ended with the stop token ``last`` or was cut off, and its next
+        one after the ``new`` messages. Its calls of tools are rendered with other arguments, its text not at all.
         """
         before = [*self.encoder.messages("?"), _stand_in(message)]
         key = repr((before[-1], record.get("tools"), record.get("chat_template_kwargs")))
@@ -68,11 +59,7 @@ class TurnTemplate:
         return ids[place + 1 :] if ids[place] in self.stops | self._special else ids
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Refuses a template that can't continue a dialogue; reports one that renders its beginning otherwise later.
-
-        Raises:
-            UsageError: the template refuses a second turn, or leaves out what a turn says.
-        """
+        """Refuses a template that can't continue a dialogue; reports one that renders its beginning otherwise later."""
         asked, answer = self.encoder.messages("Qu3stion"), {"role": "user", "content": "Answ3r"}
         opened = self.encoder._opened(asked, record, False)
         for text in (_WRITTEN, _THOUGHT + _WRITTEN):
