@@ -123,10 +123,9 @@ def read(folder: Path) -> Result:
     if not has_events and not (folder / "metrics.csv").exists():
         raise UsageError(f"{folder} has no curves: neither TensorBoard's files nor metrics.csv")
     points = curves.points(folder) if has_events else _csv_points(folder / "metrics.csv")
-    if (clock := points.get("time/time_elapsed")) is not None:
-        seconds: float | None = clock[-1][1]
-    else:
-        seconds = curves.seconds(folder) if has_events else None
+    seconds = curves.seconds(folder) if has_events else None
+    if "time/time_elapsed" in points:
+        seconds = points["time/time_elapsed"][-1][1]
     name = runs.configured_name(config) if {"model", "data"} <= config.keys() else folder.parent.name
     return Result(name, int(settings.get("seed", 0)), points, {**settings, **trainer}, seconds)
 
@@ -215,14 +214,8 @@ def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
 
 
 def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
-    """Mean over seeds, or interquartile mean, with its 95 % bootstrap interval.
-
-    Args:
-        values: [seeds] or [seeds, points].
-        middle: the interquartile mean, in place of the mean.
-
-    Returns:
-        The statistic, and both ends of its interval: numbers or [points], NaN below three seeds.
+    """Mean over seeds of [seeds] or [seeds, points], or in the ``middle`` the interquartile mean, and both ends of its
+    95 % bootstrap interval, NaN below three seeds.
     """
     from scipy.stats import trim_mean
 
@@ -346,11 +339,7 @@ def plot(
 
 
 def on_one_axis(curves: Sequence[Sequence[tuple[int, float]]], points: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolates curves linearly at the steps that all of them reach.
-
-    Returns:
-        Steps [P], P ≤ ``points``, and values [curves, P].
-    """
+    """Interpolates curves linearly at steps that all of them reach, [P], to [curves, P]."""
     arrays = [np.array(curve, float).T for curve in curves]
     first, last = max(x[0, 0] for x in arrays), min(x[0, -1] for x in arrays)
     known = np.unique(np.concatenate([x[0] for x in arrays]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -60,6 +61,10 @@ class EventLoop:
             return value
 
         return wait
+
+    def value_of(self, result: Any, limit_s: float | None) -> Any:
+        """A call's result; of a coroutine once it is there."""
+        return self.start(lambda: result, limit_s)() if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         """Cancels what still runs, and closes the loop; another coroutine opens a new one."""

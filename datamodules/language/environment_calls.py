@@ -1,7 +1,6 @@
 """Calls of environments: in threads or in worker processes, with a limit of time, none of which ends the run."""
 
 import contextlib
-import inspect
 import itertools
 import math
 import multiprocessing
@@ -32,21 +31,18 @@ class Objects:
         """``reset`` makes a new object and returns its messages and tools; ``step`` asks it; ``close`` drops it."""
         if method == "reset":
             self._made[number] = self._make()
-            messages = self._awaited(self._made[number].reset(argument), limit_s)
+            messages = self._loop.value_of(self._made[number].reset(argument), limit_s)
             return list(messages or ()), schemas(getattr(self._made[number], "tools", ()))
         if method == "close":
             environment = self._made.pop(number, None)
             with contextlib.suppress(Exception):  # the dialogue has ended
                 if callable(close := getattr(environment, "close", None)):
-                    self._awaited(close(), limit_s)
+                    self._loop.value_of(close(), limit_s)
             return None
-        return self._awaited(self._made[number].step(argument), limit_s)
+        return self._loop.value_of(self._made[number].step(argument), limit_s)
 
     def stop(self) -> None:
         self._loop.close()
-
-    def _awaited(self, value: Any, limit_s: float | None) -> Any:
-        return self._loop.start(lambda: value, limit_s)() if inspect.isawaitable(value) else value
 
 
 def schemas(tools: Iterable[Any]) -> list[Any]:

@@ -83,8 +83,10 @@ class Source:
                 place = {"path": self.eval_path}
             elif self.path is not None:
                 return []
-        how = {"dataset_config": self.dataset_config, "columns": self.columns, "answer_after": self.answer_after}
-        records = load_records(**place, **how, dataset_split=part, split=split, n=n, seed=seed, **checks)
+        records = load_records(
+            **place, dataset_config=self.dataset_config, columns=self.columns, answer_after=self.answer_after,
+            dataset_split=part, split=split, n=n, seed=seed, **checks,
+        )  # fmt: skip
         for record in records:
             record[SOURCE] = self.name
         return list(records)
@@ -264,8 +266,8 @@ class MixedOrder(EndlessOrder):
 
 def load_curriculum(given: Any) -> Callable[[dict[str, float], dict[str, float]], Any]:
     """A curriculum from its name or import path."""
-    found = given if callable(given) else learnable if given == "learnable" else load_object(
-        given, "curriculum", ["learnable"])  # fmt: skip
+    found = learnable if given == "learnable" else given
+    found = load_object(found, "curriculum", ["learnable"]) if isinstance(found, str) else found
     if not callable(found):
         raise UsageError(f"curriculum={given!r} is a {type(found).__name__}, where a function should be")
     return found

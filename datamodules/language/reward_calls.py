@@ -302,12 +302,12 @@ class RewardFunctions(Stateful):
     def _call(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What a function returns, within the time limit."""
         if self.time_limit_s is None:
-            return self._value_of(func(**arguments))
+            return self._loop.value_of(func(**arguments), None)
         outcome: Future[Any] = Future()
 
         def work() -> None:
             try:
-                outcome.set_result(self._value_of(func(**arguments)))
+                outcome.set_result(self._loop.value_of(func(**arguments), self.time_limit_s))
             except BaseException as error:
                 outcome.set_exception(error)
 
@@ -319,10 +319,6 @@ class RewardFunctions(Stateful):
             if outcome.done():  # the function's own error
                 raise
             raise TooLong from None
-
-    def _value_of(self, result: Any) -> Any:
-        """Waits for what a function returned, if it is a coroutine."""
-        return self._loop.start(lambda: result, self.time_limit_s)() if inspect.isawaitable(result) else result
 
 
 class EarlyRewards:

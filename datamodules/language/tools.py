@@ -45,11 +45,7 @@ class Tools:
         self.result_limit = result_limit
 
     def answer(self, message: Message) -> list[Message]:
-        """Runs the calls of an assistant's message, in order.
-
-        Returns:
-            One ``tool`` message for each call, with its result or a sentence that says what is wrong with the call.
-        """
+        """Runs a message's calls; returns a ``tool`` message for each, with its result or an error."""
         return [
             {"role": "tool", "name": call.name or "unknown", "content": self.run(call)} for call in calls_of(message)
         ]
@@ -60,9 +56,7 @@ class Tools:
         if error:
             return f"error: {error}"
         try:
-            result = self.functions[call.name](**call.arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+            result = awaited(self.functions[call.name](**call.arguments))
             text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except Exception as error:  # a tool's own, for the model to read
             text = f"error: {type(error).__name__}: {error}"
@@ -86,16 +80,17 @@ class Tools:
         return f"{call.name} needs {', '.join(missing)}" if missing else ""
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def awaited(result: Any) -> Any:
+    """A function's result; of an ``async`` one, once it is there."""
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns a function's JSON schema, as chat templates take it.
-
-    Raises:
-        UsageError: an argument without a type or without a description in the docstring, or no docstring.
-    """
+    """Returns a function's JSON schema, as chat templates take it; a UsageError where types or descriptions lack."""
     from transformers.utils import get_json_schema
 
     try:

@@ -137,27 +137,43 @@ class Distillation(PolicyWithReference):
             beta: β.
             inputs: of both models: ``input_ids`` [rows, width] …
         """
-        if not self.wants_reference:
-            return self.divergence_from_server(place, beta, inputs["input_ids"])
         ours, size = logits_by_tiles(self.model, place, **inputs)
-        with torch.no_grad(), self.reference_model() as teacher:
-            theirs, other_size = logits_by_tiles(teacher, place, **inputs)
-            words = min(text_config(model.config).vocab_size for model in (self.model, teacher))
-        size = min(size, other_size)
+        words = text_config(self.model.config).vocab_size
+        if self.wants_reference:
+            with torch.no_grad(), self.reference_model() as teacher:
+                theirs, other_size = logits_by_tiles(teacher, place, **inputs)
+                # Models with one tokenizer may have vocabularies that are padded to different sizes.
+                words = min(words, text_config(teacher.config).vocab_size)
+            size = min(size, other_size)
+        else:
+            ids, likeliest = self.served_teacher.likeliest_at(place, inputs["input_ids"], self.temperature, words)
 
         def of(part: slice) -> Tensor:
-            with torch.no_grad(), self.reference_model():
-                log_p = (theirs(part)[..., :words].float() / self.temperature).log_softmax(-1)
-            # Models with one tokenizer may have vocabularies that are padded to different sizes.
-            log_q = (ours(part)[..., :words].float() / self.temperature).log_softmax(-1)
+            if self.wants_reference:
+                with torch.no_grad(), self.reference_model():
+                    log_p = (theirs(part)[0, :, :words].float() / self.temperature).log_softmax(-1)
+            log_q = (ours(part)[0, :, :words].float() / self.temperature).log_softmax(-1)
+            if not self.wants_reference:
+                coarse = self.coarse(log_q.gather(-1, ids[part])), self.coarse(likeliest[part])
+                return torch.stack(
+                    [F.generalized_jsd(*coarse, beta), F.generalized_jsd(coarse[0].detach(), coarse[1], 1.0)]
+                )
             return torch.stack(self.token_divergence(log_q, log_p, beta))
 
-        if size >= len(place):
-            found = of(slice(0, len(place)))
-        else:
-            parts = [slice(first, first + size) for first in range(0, len(place), size)]
-            found = torch.cat([checkpoint(of, part, use_reentrant=False) for part in parts], -1)
-        return found[0, 0], found[1, 0].detach()
+        parts = [slice(first, first + size) for first in range(0, max(1, len(place)), size)]
+        found = of(parts[0]) if len(parts) == 1 else torch.cat(
+            [checkpoint(of, part, use_reentrant=False) for part in parts], -1)  # fmt: skip
+        return found[0], found[1].detach()
+
+    @property
+    def served_teacher(self) -> Any:
+        """The client of the teacher's server; the reverse KL from its likeliest tokens is a lower bound."""
+        from rl_modules.language.sampling.teacher import ServedTeacher
+
+        if self._served is None:
+            address = self.hparams["teacher_model_server_url"]
+            self._served = ServedTeacher(address, self.tokenizer, self.loss_top_k)
+        return self._served
 
     def token_divergence(self, log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
         """Returns D of each token's distributions, and their reverse KL, from log-probabilities [..., V]."""
@@ -171,42 +187,6 @@ class Distillation(PolicyWithReference):
     def coarse(self, log_prob: Tensor) -> Tensor:
         """Returns the distribution over k tokens, and over all others as one by ``loss_add_tail``."""
         return F.with_tail(log_prob) if self.loss_add_tail else log_prob.log_softmax(-1)
-
-    def divergence_from_server(self, place: Tensor, beta: float, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`divergence` from the served teacher's likeliest tokens; the reverse KL is that of their distribution,
-        a lower bound.
-        """
-        from rl_modules.language.sampling.teacher import ServedTeacher
-
-        if self._served is None:
-            address = self.hparams["teacher_model_server_url"]
-            self._served = ServedTeacher(address, self.tokenizer, self.loss_top_k)
-        row, column = place // tokens.shape[1], place % tokens.shape[1]
-        numbers = row.unique()
-        first = [int(column[row == i].min()) + 1 for i in numbers]
-        last = [int(column[row == i].max()) + 2 for i in numbers]
-        texts = [tokens[i, :end].tolist() for i, end in zip(numbers, last, strict=True)]
-        words = text_config(self.model.config).vocab_size
-        ids, log_p = self._served.likeliest(texts, first, self.temperature, words)
-        # The answer has all places of a text from the first to the last; those of a mask with gaps are among them.
-        begin = torch.zeros(int(row.max()) + 1, dtype=torch.int64)
-        starts, sizes = torch.tensor(first), torch.tensor(last) - torch.tensor(first)
-        begin[numbers.cpu()] = sizes.cumsum(0) - sizes - (starts - 1)
-        chosen = begin[row.cpu()] + column.cpu()
-        ids, log_p = ids[chosen].to(tokens.device), log_p[chosen].to(tokens.device)
-        ours, size = logits_by_tiles(self.model, place, input_ids=tokens)
-
-        def of(part: slice) -> Tensor:
-            log_q = (ours(part)[0].float() / self.temperature).log_softmax(-1).gather(-1, ids[part])
-            coarse = self.coarse(log_q), self.coarse(log_p[part])
-            return torch.stack(
-                [F.generalized_jsd(*coarse, beta), F.generalized_jsd(coarse[0].detach(), coarse[1], 1.0)]
-            )
-
-        parts = [slice(first, min(first + size, len(place))) for first in range(0, len(place), size)]
-        found = torch.cat([of(parts[0])] if len(parts) == 1 else
-                          [checkpoint(of, part, use_reentrant=False) for part in parts], -1)  # fmt: skip
-        return found[0], found[1].detach()
 
     def divergence_of_completions(self, batch: dict[str, Any], mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
         """:meth:`divergence` of the completion tokens under a mask [b, L]."""
@@ -278,13 +258,8 @@ class Distillation(PolicyWithReference):
                            num_items_in_batch=1)  # fmt: skip
 
     def demonstration_loss(self, tokens: Tensor, counted: Tensor, total: Any, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the mean divergence on demonstrations, times the number of micro-batches.
-
-        Args:
-            tokens: [rows, width].
-            counted: places of the counted tokens in the flattened tokens, [m].
-            total: of those tokens in the optimizer step.
-            batch: ``n_micro``, and ``position_ids`` where rows are packed.
+        """Returns this micro-batch's part of the mean divergence on demonstrations, over the ``total`` of the optimizer
+        step's tokens, times the number of micro-batches.
         """
         divergence, reverse = self.divergence(counted - 1, self.beta, **self.inputs_of(tokens, batch))
         self.record(len(counted), reverse_kl=reverse.mean())

@@ -4,13 +4,12 @@ environment: datamodules.language.adapters.trl:TRLEnvironment
 environment_kwargs: {factory: my_package.envs:WordleEnv}
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from datamodules.language.environments import Message, Step
-from datamodules.language.tools import Tools
+from datamodules.language.tools import Tools, awaited
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 
@@ -44,7 +43,7 @@ class TRLEnvironment:
     def reset(self, record: dict[str, Any]) -> list[Message]:
         """Resets the instance; returns the record's prompt with what it said."""
         own = {name: value for name, value in record.items() if name not in ("seed", "start_seed", "prompt_ids")}
-        said = _value(self.instance.reset(**own))
+        said = awaited(self.instance.reset(**own))
         prompt = record["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if said is not None:
@@ -56,9 +55,4 @@ class TRLEnvironment:
         if results := self._tools.answer(message):
             return results, 0.0, False
         score = getattr(self.instance, "get_reward", None)
-        return [], 0.0 if score is None else float(_value(score())), True
-
-
-def _value(result: Any) -> Any:
-    """A method's result; of an ``async`` one, once it is there."""
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return [], 0.0 if score is None else float(awaited(score())), True

@@ -117,7 +117,7 @@ def rows_of(written: Completions) -> list[Row]:
     ]
 
 
-def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions: Sequence[int]) -> Completions:
+def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions: Sequence[int] | None) -> Completions:
     """Completions on a device from rows, padded on the right."""
     length = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
     if not int(length.min()):
@@ -127,7 +127,7 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
     tokens = torch.tensor([row.tokens + [pad_token_id] * (width - len(row.tokens)) for row in rows], dtype=torch.int64)
     log_prob = torch.tensor([row.log_prob + [0.0] * (width - len(row.log_prob)) for row in rows], dtype=torch.float32)
     finished = torch.tensor([row.finished for row in rows], dtype=torch.bool)
-    version = torch.tensor(list(versions), dtype=torch.int64)
+    version = None if versions is None else torch.tensor(list(versions), dtype=torch.int64)
     found = [row.kept for row in rows if row.kept is not None]
     kept, count = packed_lists(found, width) if len(found) == len(rows) else (None, None)
     columns = {"tokens": tokens, "log_prob": log_prob, "length": length, "finished": finished, "version": version,

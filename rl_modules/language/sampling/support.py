@@ -23,17 +23,9 @@ Process = Callable[[Tensor, slice], Tensor]
 
 
 def packed(row: Tensor, step: Tensor, count: Tensor, ids: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Lists of kept tokens, a list per completion token.
-
-    Args:
-        row: completion of each list, [n].
-        step: token of the completion that each list is of, [n].
-        count: length of each list, [n].
-        ids: all lists, one after the other, [sum of count].
-        shape: completions and their largest length, (B, L).
-
-    Returns:
-        The lists of each completion, one after the other, [B, N] int32; and their lengths, [B, L] int32.
+    """Lists of kept tokens, of B completions with up to L tokens, the ``shape``: those of each completion one after the
+    other, [B, N] int32, and their lengths, [B, L] int32; from n lists, of token ``step`` of completion ``row`` with
+    ``count`` elements in ``ids``.
     """
     counts = torch.zeros(shape, dtype=torch.int32, device=ids.device)
     counts[row, step] = count.to(torch.int32)
@@ -85,13 +77,8 @@ class Filter:
         return Filter(self.repetition_penalty, self.kept[rows], self.kept_count[rows])
 
     def at(self, tokens: Tensor, prompt_length: Tensor, row: Tensor, column: Tensor) -> Process:
-        """What makes logits of some tokens those that sampling drew from: -inf for the tokens that were left out.
-
-        Args:
-            tokens: prompts and completions, right-padded, [b, T].
-            prompt_length: [b].
-            row: of each token, [n].
-            column: of each token in its completion, [n].
+        """What makes logits of n tokens, at ``column`` of the completion of ``row``, those that sampling drew from:
+        -inf for the tokens that were left out.
         """
         first: list[Tensor] = []
 

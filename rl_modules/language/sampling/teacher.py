@@ -74,14 +74,8 @@ class ServedTeacher:
     def likeliest(
         self, texts: Sequence[Sequence[int]], begin: Sequence[int], temperature: float, words: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the k likeliest tokens of each scored place, of all texts one after the other, and their
-        log-probabilities in nats, [m, k] each.
-
-        Args:
-            texts: token ids.
-            begin: the first place to score in each text, at least 1.
-            temperature: T, by which logits are divided.
-            words: of the student's vocabulary.
+        """Returns the k likeliest tokens of all texts' places from ``begin`` on, one text after the other, and their
+        log-probabilities in nats, [m, k] each; ``words`` are those of the student's vocabulary.
         """
         body = {"texts": [list(text) for text in texts], "begin": list(begin), "top_k": self.top_k,
                 "temperature": temperature, "tokens": self.tokens}  # fmt: skip
@@ -103,3 +97,18 @@ class ServedTeacher:
             raise UsageError(f"{where} answers with tokens or probabilities that no model of the student's vocabulary "
                              "has; is it `rl serve` of this version?")  # fmt: skip
         return found
+
+    def likeliest_at(self, place: Tensor, tokens: Tensor, temperature: float, words: int) -> tuple[Tensor, Tensor]:
+        """:meth:`likeliest` of the tokens after m places in the flattened tokens, [m, k] each."""
+        row, column = (x.cpu() for x in (place // tokens.shape[1], place % tokens.shape[1]))
+        numbers = row.unique().tolist()
+        first = [int(column[row == i].min()) + 1 for i in numbers]
+        last = [int(column[row == i].max()) + 2 for i in numbers]
+        texts = [tokens[i, :end].tolist() for i, end in zip(numbers, last, strict=True)]
+        ids, log_p = self.likeliest(texts, first, temperature, words)
+        # The answer has all places of a text from the first to the last; those of a mask with gaps are among them.
+        begin, offset = torch.zeros(max(numbers) + 1, dtype=torch.int64), 0
+        for i, start, end in zip(numbers, first, last, strict=True):
+            begin[i], offset = offset - (start - 1), offset + end - start
+        chosen = begin[row] + column
+        return ids[chosen].to(tokens.device), log_p[chosen].to(tokens.device)

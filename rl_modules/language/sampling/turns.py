@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
-from rl_modules.language.sampling.support import kept_lists, packed_lists
+from rl_modules.language.sampling.support import kept_lists
 
 #: Least share of a turn's sampling time that is waited for answers before the rows that have theirs go on.
 _PATIENCE = 0.1
@@ -55,10 +54,8 @@ class Partner(Protocol):
 def converse(
     sampler: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
 ) -> Completions:
-    """Writes one completion per prompt in turns; the sampler's own ``converse`` where it has one that fits.
-
-    Returns:
-        Completions with ``written`` and ``turn``; tokens of the partner have log-probability 0 and are not written.
+    """Writes one completion per prompt in turns, by the sampler's own ``converse`` where it has one that fits. Tokens
+    of the partner have log-probability 0 and are not ``written``.
     """
     own = getattr(sampler, "converse", None)
     found: Completions | None = None if own is None else own(prompts, seeds, settings, partner)
@@ -138,24 +135,12 @@ class _Row:
 
 
 def _joined(rows: Sequence[_Row], pad_token_id: int, device: Any) -> Completions:
-    width = max(len(row.tokens) for row in rows)
+    from rl_modules.language.sampling.engine import Row, completions_of
 
-    def table(name: str, pad: Any, dtype: torch.dtype) -> Tensor:
-        values = [getattr(row, name) for row in rows]
-        padded = [[*value, *[pad] * (width - len(value))] for value in values]
-        return torch.tensor(padded, dtype=dtype, device=device)
-
-    lists = packed_lists([row.kept for row in rows], width) if all(row.kept for row in rows) else (None, None)
-    kept, kept_count = (None if x is None else x.to(device) for x in lists)
     versions = [row.version for row in rows if row.version is not None]
-    return Completions(
-        tokens=table("tokens", pad_token_id, torch.int64),
-        log_prob=table("log_prob", 0.0, torch.float32),
-        length=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
-        finished=torch.tensor([row.finished for row in rows], dtype=torch.bool, device=device),
-        version=torch.tensor(versions, dtype=torch.int64, device=device) if versions else None,
-        written=table("written", False, torch.bool),
-        turn=table("turn", 0, torch.int64),
-        kept=kept,
-        kept_count=kept_count,
-    )
+    plain = [Row(row.tokens, row.log_prob, row.finished, row.kept or None) for row in rows]
+    joined = completions_of(plain, pad_token_id, device, versions or None)
+    written, turn = torch.zeros_like(joined.tokens, dtype=torch.bool), torch.zeros_like(joined.tokens)
+    written[joined.mask] = torch.tensor([x for row in rows for x in row.written], device=device)
+    turn[joined.mask] = torch.tensor([x for row in rows for x in row.turn], device=device)
+    return replace(joined, written=written, turn=turn)
