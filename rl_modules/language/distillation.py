@@ -1,6 +1,6 @@
 """Distillation: a student learns a teacher's distribution of each token, on its own completions or on given ones."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import fixed, setting
 from rl_modules.language.architecture import text_config
 from rl_modules.language.completion_metrics import length_metrics, moments
-from rl_modules.language.contract import CompletionLearner, PackingLearner
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.logits import logits_by_tiles
 from rl_modules.language.models import check_folder
@@ -299,9 +298,3 @@ class Distillation(PolicyWithReference):
             self.record((n > 0).float(), reward=mean, reward_std=std)
         if self.table_is_due():
             self.write_completions(rollout)
-
-
-if TYPE_CHECKING:
-
-    def _is_a_learner(module: Distillation) -> tuple[CompletionLearner, PackingLearner]:
-        return module, module  # mypy compares them

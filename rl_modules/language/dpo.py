@@ -5,17 +5,48 @@ from typing import Any
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError, did_you_mean, real_number
 from rl_modules.core.settings import changed, setting
-from rl_modules.functional.pair_losses import DIVERGENCES, NORMALISED, REFERENCE_FREE, SMOOTHED, length_desensitized
-from rl_modules.language.dpo_arguments import (
-    check_losses,
-    check_weights,
-    likelihood_weight,
-    refuse_contradictions,
-    weighted,
-)
+from rl_modules.functional.pair_losses import (
+    DIVERGENCES,
+    NORMALISED,
+    OF_DIFFERENCES,
+    PAIR_LOSSES,
+    REFERENCE_FREE,
+    SMOOTHED,
+    length_desensitized,
+)  # fmt: skip
 from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
+
+LOSSES = (*PAIR_LOSSES, "sft")
+#: Losses to which their papers add the likelihood of the chosen answers, with weight 1.
+_WITH_LIKELIHOOD = frozenset({"cpo", "orpo"})
+
+
+def check_losses(name: str, value: Any) -> Any:
+    """Refuses what is no loss, and a list that is empty or has one twice."""
+    names = _names(value)
+    for loss in names:
+        if loss not in LOSSES:
+            near = did_you_mean(loss, LOSSES) if isinstance(loss, str) else ""
+            raise UsageError(f"{name}={value!r} must be one of {', '.join(LOSSES)}, or a list of them{near}")
+    if len({*names}) < len(names) or not {*names} - {"sft"}:
+        raise UsageError(f"{name}={value!r} must name different losses, and at least one of two answers beside sft")
+    return value if isinstance(value, str) else names
+
+
+def check_weights(name: str, value: Any) -> Any:
+    """Refuses weights that are no finite numbers above 0."""
+    if value is not None and not (
+        isinstance(value, list | tuple) and all(0 < real_number(name, weight) < float("inf") for weight in value)
+    ):
+        raise UsageError(f"{name}={value!r} must be finite numbers above 0, one per loss of loss_type")
+    return value
+
+
+def _names(loss_type: Any) -> list[Any]:
+    return list(loss_type) if isinstance(loss_type, list | tuple) else [loss_type]
 
 
 class DPO(PreferencePolicy):
@@ -78,7 +109,18 @@ class DPO(PreferencePolicy):
     @property
     def losses(self) -> dict[str, float]:
         """The weight of each loss of two answers by name."""
-        return {name: weight for name, weight in weighted(self).items() if name != "sft"}
+        return {name: weight for name, weight in self._weighted.items() if name != "sft"}
+
+    @property
+    def _weighted(self) -> dict[str, float]:
+        names = _names(self.loss_type)
+        return dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+
+    @property
+    def likelihood_weight(self) -> float:
+        """The weight of the chosen answers' negative log-likelihood per token, 0 for none."""
+        usual = self._weighted.get("sft", 1.0 if _WITH_LIKELIHOOD & self.losses.keys() else 0.0)
+        return usual if self.rpo_alpha is None else self.rpo_alpha
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, _ = pair_log_probs(self.model, batch)
@@ -87,7 +129,7 @@ class DPO(PreferencePolicy):
         self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
         total = loss * (b * batch["n_micro"] / batch["step_pairs"])
-        if weight := likelihood_weight(self):
+        if weight := self.likelihood_weight:
             likelihood, tokens = -log_prob[:b].sum(), batch["lengths"][:, 1].sum()
             total = total + weight * likelihood * (batch["n_micro"] / batch["step_chosen_tokens"])
             self.record(tokens, nll_loss=likelihood / tokens)
@@ -170,3 +212,27 @@ class DPO(PreferencePolicy):
                 discopop_tau=self.discopop_tau, simpo_gamma=self.simpo_gamma,
             )  # fmt: skip
         return total
+
+
+def refuse_contradictions(module: Any) -> None:
+    """Refuses arguments of which one would do nothing, or can't do its part, beside another."""
+    hp: Any = module.hparams
+    names = _names(hp.loss_type)
+    if hp.loss_weights is not None and len(hp.loss_weights) != len(names):
+        raise UsageError(f"loss_weights={hp.loss_weights} are {len(hp.loss_weights)} numbers for loss_type="
+                         f"{hp.loss_type!r}; give one for each loss")  # fmt: skip
+    if hp.rpo_alpha is not None and "sft" in names:
+        raise UsageError(f"rpo_alpha={hp.rpo_alpha} and sft in loss_type={names} weigh the same term; give the weight "
+                         "in loss_weights")  # fmt: skip
+    if hp.label_smoothing and not SMOOTHED & {*names}:
+        raise UsageError(f"label_smoothing={hp.label_smoothing} does nothing for loss_type={hp.loss_type!r}; "
+                         f"set it to 0, or take {', '.join(sorted(SMOOTHED))}")  # fmt: skip
+    if "exo_pair" in names and not hp.label_smoothing:
+        raise UsageError("label_smoothing=0 leaves loss_type='exo_pair' without a bound; give one, such as 1e-3")
+    if hp.f_divergence_type != "reverse_kl" and (others := [n for n in names if n not in {*OF_DIFFERENCES, "sft"}]):
+        raise UsageError(f"f_divergence_type={hp.f_divergence_type!r} is not defined for loss_type={others[0]!r}; take "
+                         f"one of {', '.join(sorted(OF_DIFFERENCES))}")  # fmt: skip
+    free = sorted(REFERENCE_FREE & {*names})
+    if free and (len({*names} - {"sft"}) > 1 or hp.ref_model_name_or_path is not None or hp.sync_ref_model):
+        raise UsageError(f"loss_type={hp.loss_type!r}: {free[0]} has no reference policy; give it no other loss, no "
+                         "ref_model_name_or_path and no sync_ref_model")  # fmt: skip
