@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -84,11 +84,11 @@ def calls_of(message: Message) -> list[Call]:
         found = message_of(str(message.get("content") or "")).get("tool_calls", [])
     calls = []
     for item in found:
-        function = item.get("function", item) if isinstance(item, dict) else {}
+        item = item if isinstance(item, dict) else {}
+        function = item.get("function", item)
         function = function if isinstance(function, dict) else {}
         read = _call(function.get("name"), function.get("arguments", {}))
-        error = item.get("error", "") if isinstance(item, dict) else ""
-        calls.append(Call(read.name, read.arguments, error or read.error))
+        calls.append(replace(read, error=item.get("error") or read.error))
     return calls
 
 

@@ -457,16 +457,14 @@ class PromptDataModule(LanguageDataModule):
         module, n_each = self.policy, self.num_generations
         if self._ahead.in_thread:
             return self.complete(self._sample, records, seeds, n_each)
-        if self.environment is not None:
-            written = self.complete(module.act, records, seeds, n_each)
-            version = torch.full_like(written.length, self.learner_trainer.global_step)
-            return replace(written, version=version)
-        self._ready_rewards()
-        early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, n_each)
-        written = self.complete(module.act, records, seeds, n_each, on_ended=early.on_ended)
-        state = asdict(early.trainer_state or TrainerState())
-        del state["max_steps"]  # of the run, which a resume may make longer
-        self._states[first] = state
+        listener = None
+        if self.environment is None:  # whose rewards come with the dialogues
+            self._ready_rewards()
+            early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, n_each)
+            self._states[first] = state = asdict(early.trainer_state or TrainerState())
+            del state["max_steps"]  # of the run, which a resume may make longer
+            listener = early.on_ended
+        written = self.complete(module.act, records, seeds, n_each, on_ended=listener)
         version = torch.full_like(written.length, self.learner_trainer.global_step)
         return replace(written, version=version)
 

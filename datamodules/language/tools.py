@@ -118,17 +118,14 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         return any(_fits(value, one) for one in schema["anyOf"])
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(
+    is_kind = not kinds or any(
         isinstance(value, _TYPES.get(kind, object)) and isinstance(value, bool) <= (kind == "boolean") for kind in kinds
-    ):
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    if isinstance(value, list) and "items" in schema:
-        return all(_fits(item, schema["items"]) for item in value)
-    if isinstance(value, dict) and "additionalProperties" in schema:
-        return all(_fits(item, schema["additionalProperties"]) for item in value.values())
-    return True
+    )
+    items = value if isinstance(value, list) else ()
+    entries = value.values() if isinstance(value, dict) else ()
+    return (is_kind and ("enum" not in schema or value in schema["enum"])
+            and all(_fits(item, schema.get("items", {})) for item in items)
+            and all(_fits(item, schema.get("additionalProperties", {})) for item in entries))  # fmt: skip
 
 
 class ToolEnvironment:

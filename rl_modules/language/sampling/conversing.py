@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_modules.common.modules import on
 from rl_modules.language.row_cache import Parked, RowCache
-from rl_modules.language.sampling.decode import _ROOM, _Decoding, _Live, transformers_model
+from rl_modules.language.sampling.decode import _ROOM, _Decoding, _Live
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
@@ -152,9 +152,3 @@ class Conversing(_Decoding):
             self.cache.put_back([parked for _, parked, _ in going], min(_ROOM, len(self.draws)))
             for _, _, live in going:
                 self.live.join(live)
-
-
-def decode_in_turns(conversing: Conversing, model: Any, at_once: int | None) -> None:
-    """Runs a dialogue's decoding until all rows have ended."""
-    with conversing.cache.attention(transformers_model(model)):
-        conversing.run(Waiting(conversing.prompts, at_once))

@@ -17,10 +17,10 @@ from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.decode import decode, generate
+from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
-from rl_modules.language.sampling.rows import Prompts, Record
+from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
@@ -185,7 +185,7 @@ class NativeSampler:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
     ) -> Completions | None:
         """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
-        from rl_modules.language.sampling.conversing import Conversing, decode_in_turns
+        from rl_modules.language.sampling.conversing import Conversing
 
         model, whole = self.model, settings.max_completion_length
         config = text_config(model.config)
@@ -215,7 +215,8 @@ class NativeSampler:
             keeps = settings.return_sampling_mask and rule.truncates
             record = Record(limit, ends, settings.pad_token_id, None, keeps)
             conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
-            decode_in_turns(conversing, model, None if at_once >= len(prompts) else at_once)
+            with cache.attention(transformers_model(model)):
+                conversing.run(Waiting(batch, None if at_once >= len(prompts) else at_once))
             return conversing.completions(_completions(record, model))
 
     def update_weights(self, model: Any, version: int = 0) -> None:
