@@ -159,7 +159,7 @@ class Distillation(PolicyWithReference):
                 )
             return torch.stack(self.token_divergence(log_q, log_p, beta))
 
-        parts = [slice(first, first + size) for first in range(0, max(1, len(place)), size)]
+        parts = [slice(first, first + size) for first in range(0, max(1, len(place)), max(1, size))]
         found = of(parts[0]) if len(parts) == 1 else torch.cat(
             [checkpoint(of, part, use_reentrant=False) for part in parts], -1)  # fmt: skip
         return found[0], found[1].detach()
