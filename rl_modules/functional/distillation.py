@@ -57,8 +57,12 @@ def with_tail(log_prob: Tensor) -> Tensor:
     Returns:
         Shape (..., k + 1), the last one log(1 - Σ p), at least log 1e-7.
 
+    Raises:
+        ValueError: log_prob is no tensor.
+
     Source: TRL 1.16's ``loss_add_tail``.
     """
+    require_tensors(log_prob=log_prob)
     total = as_float(log_prob).logsumexp(-1, keepdim=True)
     # Rounding may bring the sum to 1 or above; the gradient of log(1 - Σ p) has no bound there.
     rest = -torch.expm1(total.clamp(max=math.log1p(-1e-7)))

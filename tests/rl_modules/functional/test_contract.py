@@ -50,6 +50,9 @@ SIGNATURES = {
     "kto_loss": ("(log_prob, ref_log_prob, desirable, kl, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)"),
     "simpo_loss": "(chosen_log_prob, rejected_log_prob, beta=2.0, simpo_gamma=0.5)",
     "odds_ratio_loss": "(chosen_log_prob, rejected_log_prob)",
+    "distillation_advantage": "(log_prob, teacher_log_prob, mask)",
+    "generalized_jsd": "(log_prob, teacher_log_prob, beta=0.5)",
+    "with_tail": "(log_prob)",
     "rloo_advantages": "(reward, num_generations)",
     "batch_advantages": "(reward)",
     "importance_weights": ("(log_prob, sampling_log_prob, mask, mode='token_truncate', clip_min=None, clip_max=3.0)"),
@@ -179,6 +182,9 @@ def cases():
     yield "kto_loss", lambda a, r, d, k: f.kto_loss(a, r, d, k, 0.2, 1.1, 0.9), (lp[0], old[0], mask[0], one)
     yield "simpo_loss", f.simpo_loss, pair[:2]
     yield "odds_ratio_loss", f.odds_ratio_loss, (-pair[0].abs() - 0.1, -pair[1].abs() - 0.1)
+    yield "generalized_jsd", f.generalized_jsd, (logits.log_softmax(-1), logits.flip(-1).log_softmax(-1))
+    yield "with_tail", f.with_tail, (logits.log_softmax(-1)[..., :5],)
+    yield "distillation_advantage", f.distillation_advantage, (lp, old, mask)
     yield "rloo_advantages", lambda r: f.rloo_advantages(r, 2), (lp[:, 0],)
     yield "batch_advantages", f.batch_advantages, (lp[:, 0],)
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
