@@ -97,6 +97,22 @@ def test_a_symbol_is_defined_on_this_page_or_an_earlier_one(script):
     assert sorted(name for name in greek if known.get(name, 99) > page) == []
 
 
+#: Letters with a second meaning, which the glossary names above its table.
+TWICE = {"k", "s", "x", "y", "z"}
+
+
+def test_no_page_uses_a_symbol_before_the_page_that_the_glossary_names():
+    rows = re.findall(r"(?m)^\|(.*)\|[^|]*\| (\d+) \|$", (LADDER / "glossary.md").read_text("utf-8"))
+    defined = [(name, int(page)) for cell, page in rows for name in re.findall(r"\$([^$]+)\$", cell)]
+    assert len(defined) > 60
+    math = re.compile(r"\$\$(.+?)\$\$|\$([^$]+?)\$", re.DOTALL)
+    for number, script in enumerate(SCRIPTS, 1):
+        used = " ".join(block or line for block, line in math.findall(re.sub(r"`[^`\n]*`", "", prose_of(script))))
+        early = [name for name, page in defined if page > number and name not in TWICE
+                 and re.search(rf"(?<![A-Za-z\\_{{]){re.escape(name)}(?![A-Za-z])", used)]  # fmt: skip
+        assert early == [], script.stem
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
 def test_the_notebook_runs_shortened(script, monkeypatch):
