@@ -188,7 +188,8 @@ for name, model in (("SFT", sft), ("GRPO", policy)):
 # $y \sim \pi_{\text{teacher}}$ is minimising $\operatorname{KL}(\pi_{\text{teacher}} \,\Vert\, \pi_\theta)$, since
 # the two differ by the teacher's entropy, a constant. Filtered by the verifier it is rejection sampling, step 3 of
 # R1. The student here has a quarter of the weights and random ones; it sees the right ones of 6,400 samples of the
-# policy above, and no demonstration.
+# policy above, and no demonstration. [Page 14](14_distillation.ipynb) compares whole distributions instead, on the
+# student's own samples.
 
 # %%
 generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@
 # model that calls a tool, plays a game or works in a shell acts several times, and reads an answer in between. This
 # page returns to the maze of the first pages, as text, and asks the language model to walk in it.
 #
-# **Before:** [12. GRPO](12_grpo.ipynb) · **Next:** [all curves](14_together.ipynb) · [glossary](glossary.md)
+# **Before:** [12. GRPO](12_grpo.ipynb) · **Next:** [14. Distillation](14_distillation.ipynb) · [glossary](glossary.md)
 #
 # ## A dialogue is an episode
 #
@@ -105,6 +105,7 @@ def train(seed, steps=150, learning_rate=1e-3):
 policy, first = train(0)
 runs = {"GRPO in turns": first, "broken: α = 1e-2": train(0, 40, learning_rate=1e-2)[1]}
 h.plot(runs, "train/reward", "optimizer steps", "mean return of a dialogue, sampled", best=10.0)
+h.keep("GRPO in turns", [first], "train/reward")
 if not h.SHORT:
     print("exact return after GRPO", round(dialogue_return(policy, None), 3))
 
@@ -233,7 +234,8 @@ for text in (
 #
 # ## Where to go from here
 #
-# [All curves together](14_together.ipynb) closes the guide. [An environment of your
+# In this run no dialogue reached the goal any more, and nothing told the policy where it is.
+# [The next page](14_distillation.ipynb) asks a teacher. [An environment of your
 # own](../how_to/dialogue_environment.md), [tools](../how_to/tools.md), [environments of TRL, verifiers and
 # others](../how_to/other_environments.md).
 #

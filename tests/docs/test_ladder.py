@@ -12,7 +12,7 @@ import pytest
 
 LADDER = Path(__file__).parents[2] / "docs/ladder"
 NOTEBOOKS = sorted(LADDER.glob("[0-9][0-9]_*.py"))
-SCRIPTS = NOTEBOOKS[:13]  # the last page draws the others' curves
+SCRIPTS = NOTEBOOKS[:14]  # the last page draws the others' curves
 _EXERCISE = re.compile(r"\*\*Exercise (\d+\.\d+)\.\*\*(.*?)</details>", re.DOTALL)
 _CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 

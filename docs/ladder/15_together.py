@@ -5,7 +5,7 @@
 # laid over one another. This page draws the curves that the notebooks kept (`curves.json`), each as the mean of its
 # seeds with a band from the lowest to the highest.
 #
-# **Before:** [13. Agents](13_agents.ipynb) · [the field guide](index.md)
+# **Before:** [14. Distillation](14_distillation.ipynb) · [the field guide](index.md)
 #
 # ## Tables
 #
@@ -66,6 +66,15 @@ lay_over(optimum, "transitions", "mean return of 10 episodes")
 lay_over({"RLHF": 1, "GRPO": 1}, "optimizer steps", "share of right answers")
 
 # %% [markdown]
+# ## The maze as text
+#
+# The sampled return of 64 dialogues, whose optimum is 10 as in the table's maze. GRPO in turns rests at 0, where no
+# dialogue ends anywhere. A teacher that knows the way brings the same start close to the optimum in 80 steps.
+
+# %%
+lay_over({"GRPO in turns": 10, "Distillation": 10}, "optimizer steps", "mean return of a dialogue, sampled")
+
+# %% [markdown]
 # ## What changed on the way
 #
 # | page | estimate of how good an action is | what is improved | who gives the reward |
@@ -79,6 +88,7 @@ lay_over({"RLHF": 1, "GRPO": 1}, "optimizer steps", "share of right answers")
 # | 11 | GAE over tokens | language model | a model of human comparisons (10), less the KL |
 # | 12 | reward less the group's mean | language model | a program |
 # | 13 | return of a dialogue less the group's mean | language model | the environment |
+# | 14 | distance to a teacher's distribution of each token | language model | a teacher |
 #
 # The same classes run at full size: [results](../results.md), [algorithms](../algorithms/index.md), [the RLHF
 # pipeline](../language/rlhf.md), [R1's pipeline](../language/r1.md).
