@@ -128,17 +128,11 @@ class ReplayBuffer:
         self.head = torch.from_numpy(head)
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
-        """Returns transitions over up to ``n_steps`` steps.
+        """Returns transitions over up to ``n_steps`` steps from the flat numbers of M valid rows, ``index``:
+        observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 after the end), n_steps
+        [M] int64 (how many rewards count), terminated [M] bool (whether next_observation is terminal).
 
         A transition has fewer steps if its episode or the stored experience ends before; it then bootstraps from there.
-
-        Args:
-            index: flat numbers of valid rows, [M].
-            n_steps: n, how many steps lie between observation and next_observation.
-
-        Returns:
-            observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 after the end),
-            n_steps [M] int64 (how many rewards count), terminated [M] bool (whether next_observation is terminal).
         """
         if n_steps == 1:
             reward, steps, last = self.reward[index, None], torch.ones_like(index), index

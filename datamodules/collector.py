@@ -26,15 +26,9 @@ if TYPE_CHECKING:  # imported where a policy has a memory, and where something i
 class Collector(Stateful):
     """Collects experience from a vector of environments, in order of time, under any autoreset mode.
 
-    Args:
-        envs: the vector environment; it is reset by the first ``collect``.
-        streams: one seed per environment.
-        generator_seed: seed of the action sampling.
-        name: the environment's name, for messages.
-        normalizers: of observations and rewards, updated with every step; None: nothing is normalised.
-        sign_reward: learn from the rewards' signs; episode statistics keep the rewards themselves.
-        stats_window_size: finished episodes in the running means.
-        returns_raw: rollouts hold observations and rewards as they were; only the policy sees normalised ones.
+    The first ``collect`` resets the environments with one seed each, the ``streams``. ``normalizers`` are updated with
+    every step. With ``sign_reward`` the rewards' signs are learned from, with ``returns_raw`` rollouts hold
+    observations and rewards as they were; episode statistics always have the rewards themselves.
     """
 
     episodes: EpisodeStatistics = persistent()
@@ -93,15 +87,8 @@ class Collector(Stateful):
     # ---------------------------------------------------------------- a rollout
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """Collects ``n_steps`` rows of experience.
-
-        Args:
-            act: the policy; maps a batch of observations to ``action`` and other values to store.
-            n_steps: T.
-            device: where the policy is and the rollout will be.
-
-        Returns:
-            The rollout's fields, [T, N, …], everything that ``act`` returned among them.
+        """Collects ``n_steps`` rows, T, of N environments; returns the rollout's fields, [T, N, …], on the policy's
+        device, everything that the policy's ``act`` returned among them.
 
         Raises:
             UsageError: a NaN or infinite reward or observation, or environments that failed.

@@ -22,10 +22,6 @@ class LazyLoader:
 
     Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
     before its last update.
-
-    Args:
-        length: number of batches.
-        make_batches: returns a fresh iterator over them.
     """
 
     def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:

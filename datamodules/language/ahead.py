@@ -15,12 +15,8 @@ Write = Callable[[int], Completions]
 class WrittenAhead(Stateful):
     """A queue of rounds, which one thread writes in turn, or which are written on request.
 
-    A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which
-    are written again: no prompt is left out or used twice.
-
-    Args:
-        write: writes a round.
-        in_thread: call it in a thread; False: at once, in the caller's.
+    A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which are
+    written again: no prompt is left out or used twice.
     """
 
     #: Of each round the place of its ``first`` prompt in the stream, and what is ``written``, None until it is.

@@ -45,7 +45,11 @@ class LanguageDataModule(LanguageArguments):
         given = self.task
         self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
         self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
-        funcs = [*load_reward_funcs(self.reward_funcs, self.task), *self.further_rewards()]
+        funcs = load_reward_funcs(self.reward_funcs, self.task)
+        if getattr(self, "environment", None) is not None:
+            from datamodules.language.dialogues import environment
+
+            funcs.append(environment)
         #: Names of the sources of records, and of the evaluation sets, that have metrics of their own.
         mixed = [] if self.mixture is None else list(self.mixture.sources)
         self.sources = list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
@@ -66,10 +70,6 @@ class LanguageDataModule(LanguageArguments):
         self._warned_of_ends = self._warned_of_texts = False
         # Of the records; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
-
-    def further_rewards(self) -> list[Callable[..., Any]]:
-        """Reward functions beside those of ``reward_funcs``."""
-        return []
 
     # ---------------------------------------------------------------- records and tokens
 

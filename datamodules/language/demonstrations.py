@@ -13,12 +13,10 @@ from rl_modules.common.seeding import stream_seed
 
 
 class Demonstrations:
-    """An endless shuffled stream of prompts with completions, in equal parts for every optimizer step.
+    """An endless shuffled stream of prompts with completions of ``ptx_path`` or the datamodule's records, in equal
+    parts for every optimizer step.
 
     The demonstrations of a step depend only on the seed, the step and the rank, so there is no state to store.
-
-    Args:
-        data: a ``PromptDataModule`` with ``ptx_batch_size``; they are those of its ``ptx_path``, or of its records.
     """
 
     def __init__(self, data: Any) -> None:

@@ -29,16 +29,7 @@ _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
 class TextEncoder:
-    """Turns records into the tokens that a model reads.
-
-    Args:
-        tokenizer: the model's.
-        chat_template: put prompts that are text into the tokenizer's chat template as a user message; None: where it
-            has one. Prompts that are messages always go through it.
-        system_prompt: first message of every conversation that has no system message of its own.
-        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
-            column of that name wins.
-    """
+    """Turns records into the tokens that a model reads; arguments as of the datamodules."""
 
     def __init__(
         self,

@@ -222,15 +222,11 @@ def describe_dataset(dataset: Any) -> str:
 def read_dataset(
     name: Any, config: str | None = None, split: str | None = None, where: str | None = None
 ) -> "list[Placed] | TableRows":
-    """The rows of a dataset, each with its place; no code of the dataset is run.
+    """The rows of a dataset, each with its place, which begins with ``where``; no code of the dataset is run.
 
-    Args:
-        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
-            ``datasets.Dataset``, which is taken whole where no such split is asked of it, or a ``DatasetDict``.
-        config: the hub dataset's configuration.
-        split: a split or a part of it, ``train[:90%]``; None: the only one. Of an ``IterableDatasetDict`` a whole
-            split, which is read to its end.
-        where: begins the rows' places; None: the dataset's name.
+    ``name`` is a hub name, a directory that ``save_to_disk`` wrote, a directory or file of parquet, csv or json, or an
+    object of ``datasets``; ``split`` a split or a part of it, ``train[:90%]``, or None for the only one. An
+    ``IterableDatasetDict`` gives a whole split, which is read to its end.
     """
     import datasets
 

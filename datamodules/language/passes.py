@@ -128,20 +128,16 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         return range(number * self._step_size, (number + 1) * self._step_size)
 
     def rows_of_step(self, number: int) -> Tensor:
-        """Returns the training records of an optimizer step over all ranks, [batch_size · ranks].
-
-        Args:
-            number: of the step since the start of the run; the records depend only on it, the seed and the source.
+        """Returns the training records of an optimizer step, counted from the start of the run, over all ranks,
+        [batch_size · ranks]; they depend on it, the seed and the source alone.
         """
         return torch.tensor([self.record_at(position) for position in self.positions(number)])
 
     # ---------------------------------------------------------------- evaluation
 
     def held_out(self, order: Tensor) -> LazyLoader:
-        """Returns this rank's share of the held-out records as batches; every rank has as many.
-
-        Args:
-            order: of all of them; neighbours go to different ranks.
+        """Returns this rank's share of the held-out records as batches; every rank has as many. Neighbours in ``order``
+        go to different ranks.
         """
         sizes = [len(part) for part in self.own_held_out(len(order), self.eval_batch_size)]
         parts = order[self._rank :: self._world_size][: sum(sizes)].split(sizes)

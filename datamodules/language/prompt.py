@@ -412,13 +412,6 @@ class PromptDataModule(LanguageDataModule):
 
     # ---------------------------------------------------------------- dialogues
 
-    def further_rewards(self) -> list[Callable[..., Any]]:
-        if self.environment is None:
-            return []
-        from datamodules.language.dialogues import environment
-
-        return [environment]
-
     def complete(
         self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
         num_generations: int, **how: Any,

@@ -91,16 +91,9 @@ class RewardFunctions(Stateful):
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Scores completions.
-
-        Args:
-            records: B, one per completion; their columns are passed on. Where the prompt is a list of chat messages,
-                the completion is passed as one, too.
-            completions: B texts, or lists of chat messages.
-            completion_ids: B lists of token ids.
-
-        Returns:
-            [B, F] float32; NaN where a function does not apply or failed.
+        """Scores B completions, texts or lists of chat messages; [B, F] float32, NaN where a function does not apply or
+        failed. Records, whose columns are passed on, and token ids are one per completion; where a prompt is a list of
+        chat messages, its completion is passed as one, too.
 
         Raises:
             UsageError: a function fails on every sample (see the class), needs a column that is missing, or returns
@@ -201,15 +194,9 @@ class RewardFunctions(Stateful):
         return reward_arguments.rows([log for call in self._last for log in call.logs], count)
 
     def token_rewards(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor | None:
-        """The last batch's rewards token by token; None where every function returned one number per completion.
-
-        Args:
-            rewards: what the call returned, [B, F].
-            lengths: tokens of each completion.
-
-        Returns:
-            [B, L, F] float32: a list stays with its tokens, one number goes to the last token; 0 where a function does
-            not apply.
+        """The last batch's rewards [B, F] token by token, [B, L, F] float32: a list stays with its tokens, one number
+        goes to the last one; 0 where a function does not apply. None where every function returned one number per
+        completion.
         """
         if not any(call.lists for call in self._last):
             return None
@@ -322,13 +309,8 @@ class RewardFunctions(Stateful):
 
 
 class EarlyRewards:
-    """Calls the reward functions on each prompt's completions as soon as all of them have ended.
-
-    Args:
-        rewards: the functions; they are called from ``rewards.workers`` threads.
-        tokenizer: turns completions into texts.
-        records: P, one per prompt.
-        num_generations: completions per prompt.
+    """Calls the reward functions on each prompt's completions as soon as all of them have ended, from
+    ``rewards.workers`` threads; there is one record per prompt.
     """
 
     def __init__(

@@ -35,17 +35,8 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
 
 
 def rescore(paths: Sequence[Path], reward_funcs: Sequence[Any], task: str | None, output: Path) -> str:
-    """Scores stored completions with other reward functions, writes them with the new rewards, and returns a table of
-    the means.
-
-    Args:
-        paths: JSONL files of rows with ``prompt`` and ``completion``, or folders of such files.
-        reward_funcs: entries as of the datamodule's argument; empty: the task's own.
-        task: whose functions may be named.
-        output: the file to write.
-
-    Raises:
-        UsageError: no file, a row without a completion, or what a reward function is refused for.
+    """Scores the completions of JSONL files, or of folders of them, with other reward functions or the task's own,
+    writes them with the new rewards to ``output``, and returns a table of the means.
     """
     made = None if task is None else make_task(task)
     specs = list(reward_funcs) or ([] if made is None else made.reward_funcs)

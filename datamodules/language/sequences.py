@@ -29,14 +29,8 @@ class _Pieces:
 
 
 class Sequences:
-    """Prompts with completions, of which batches are made.
-
-    Args:
-        prompts: n lists of token ids, none empty.
-        completions: n lists of token ids.
-        completion_only: completions alone count in the loss; False: every token but a sequence's first, which nothing
-            predicts.
-        masks: per sequence which tokens of its completion count, or None: all of them. Read with ``completion_only``.
+    """Prompts with completions as token ids, of which batches are made. With ``completion_only`` the completions alone
+    count in the loss, of each the tokens of its mask, if there is one; else every token but a sequence's first.
     """
 
     def __init__(
@@ -68,12 +62,8 @@ class Sequences:
         return len(self.total)
 
     def batch(self, index: Tensor, pad_id: int, packing: bool = False) -> dict[str, Tensor]:
-        """Some of the sequences as rows of equal width.
-
-        Args:
-            index: which ones, [b].
-            pad_id: what fills the rows up.
-            packing: several to a row, in rows as wide as the longest of them.
+        """Some of the sequences as rows of equal width; with ``packing`` several to a row, as wide as the longest of
+        them.
 
         Returns:
             ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count;
@@ -105,13 +95,7 @@ class Sequences:
 
 
 class Pairs:
-    """Prompts, chosen and rejected answers, of which batches are made.
-
-    Args:
-        prompts: n lists of token ids.
-        chosen: n lists of token ids, none empty.
-        rejected: n lists of token ids, none empty.
-    """
+    """Prompts, chosen and rejected answers as token ids, of which batches are made."""
 
     def __init__(self, prompts: Ids, chosen: Ids, rejected: Ids) -> None:
         # In order: prompt, chosen and rejected answer of each pair.
@@ -134,12 +118,8 @@ class Pairs:
         return 2 * self.lengths[:, 0] + self.lengths[:, 1] + self.lengths[:, 2]
 
     def batch(self, index: Tensor, packing: bool) -> dict[str, Tensor]:
-        """Some of the pairs as rows of equal width.
-
-        Args:
-            index: which ones, [b].
-            packing: prompt, chosen and rejected answer one after the other, the prompt read once, and several pairs to
-                a row, in rows as wide as the longest; False: one row per answer.
+        """Some b of the pairs as rows of equal width, one per answer; with ``packing`` a row has several pairs, each
+        with its prompt once, and is as wide as the longest.
 
         Returns:
             ``tokens`` [rows, width], 0 where nothing stands; ``lengths`` [b, 3], the tokens of each prompt, chosen and

@@ -67,32 +67,14 @@ def load_records(
     texts: Sequence[str] = TEXTS,
     as_read: bool = False,
 ) -> Sequence[Record]:
-    """Records from exactly one source.
+    """Records from exactly one source, with at least the ``required`` columns, which a task makes up where it has none;
+    ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
 
-    Args:
-        task: a task, its name or its import path.
-        task_kwargs: the task's settings.
-        path: JSONL file, one object per line, which may be gzipped; or a parquet, arrow or csv file. The cells of a csv
-            file are texts.
-        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads; or one of its objects.
-        dataset_config: the hub dataset's configuration.
-        dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
-        columns: record's column → the source's column, or a template such as ``"{question} ->"``; None: by the same
-            names. Columns that are not mentioned keep their names.
-        answer_after: keep of every answer what follows this text, such as GSM8K's ``####``.
-        split: of a task, ``train`` or ``test``. Files and datasets are taken whole.
-        n: of a task, so many records; of a file or dataset at most so many, drawn with ``seed``; None: all.
-        seed: of what is drawn.
-        required: columns that every record must have; ``chosen`` and ``rejected`` beside ``prompt`` make preferences
-            (where they are made by a task, they are synthesised).
-        reshape: converts a row of a file or dataset, given its place for messages, to a record's columns, which are
-            checked next.
-        texts: columns of a file or dataset that must be text where they occur; numbers become text. Others are kept as
-            they are.
-        as_read: leave the records of a file or dataset where they are; each is read and checked when it is asked for.
-
-    Returns:
-        Dicts with at least the required columns. ``prompt`` is text or a list of chat messages.
+    ``split`` is that of a task, ``train`` or ``test``; files and datasets are taken whole. Of a task ``n`` records are
+    taken, of a file or dataset at most so many, drawn with ``seed``; None: all. ``reshape`` converts a row of a file or
+    dataset, given its place for messages, before its columns are checked; ``texts`` are those that must be text, or
+    numbers. With ``as_read`` the records of a file or dataset stay where they are; each is read and checked when it is
+    asked for.
 
     Raises:
         UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.

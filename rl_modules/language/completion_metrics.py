@@ -98,10 +98,8 @@ def quantile(values: Tensor, q: float) -> Tensor:
 
 
 def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor], dict]:
-    """Fractions of ratios that GRPO's loss clips on either side.
-
-    Returns:
-        The weight of the means, the means, and the extremes over completions, named by how ranks reduce them.
+    """Fractions of ratios that GRPO's loss clips on either side: the weight of the means, the means, and the extremes
+    over completions, named by how ranks reduce them.
     """
     mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level
     weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]

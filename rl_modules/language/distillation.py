@@ -19,17 +19,6 @@ from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, written_mask
 
 
-def whole_objective(module: Any) -> str | None:
-    """The reason why an argument of the policy gradient is idle."""
-    by_gradient = module.distillation_objective == "policy_gradient"
-    return None if by_gradient else "without distillation_objective='policy_gradient'; set that"
-
-
-def without_top_k(module: Any) -> str | None:
-    """The reason why ``loss_add_tail`` is idle."""
-    return None if module.loss_top_k else "without loss_top_k; set that"
-
-
 class Distillation(PolicyWithReference):
     """Distillation of a teacher p into the policy q, the student, token by token.
 
@@ -64,13 +53,14 @@ class Distillation(PolicyWithReference):
     loss_top_k: int = setting(0, "compare the teacher's k likeliest tokens only; 0: the whole vocabulary", least=0)
     loss_add_tail: bool = setting(
         True, "the probability of all other tokens counts as one more token; false: the k tokens' probabilities are "
-        "divided by their sum", idle=without_top_k)  # fmt: skip
+        "divided by their sum", idle=lambda m: not m.loss_top_k and "without loss_top_k; set that")  # fmt: skip
     distillation_objective: str = setting(
         "jsd", "``jsd``: the divergence of ``beta`` between distributions; ``policy_gradient``: the teacher's log-"
         "ratio of each sampled token as its reward", one_of=("jsd", "policy_gradient"))  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio to the policy that sampled may move from 1", least=0,
-        idle=whole_objective)  # fmt: skip
+        idle=lambda m: m.distillation_objective != "policy_gradient"
+        and "without distillation_objective='policy_gradient'; set that")  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
     ref_model_name_or_path = fixed(None, instead="teacher_model_name_or_path names the teacher")

@@ -200,19 +200,14 @@ class LanguageMetrics(Algorithm):
         return sorted({name for names in ranks for name in names})
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds metrics that are functions of means, such as the perplexity; called before logging.
-
-        Args:
-            metrics: ``train/…`` of training, or ``eval/…`` of an evaluation.
+        """Adds metrics that are functions of means, ``train/…`` or ``eval/…``, such as the perplexity; called before
+        logging.
         """
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Adds the means over one batch to those of the evaluation, for callbacks and curves.
-
-        Args:
-            metrics: scalars by name, ``eval/…``.
-            weight: of the batch in the mean, such as its number of prompts or tokens.
+        """Adds means over one batch, ``eval/…``, to those of the evaluation, with the batch's number of prompts or
+        tokens as weight.
         """
         self._own_names.update(metrics)
         self._log_means(metrics, weight)

@@ -13,15 +13,9 @@ from rl_modules.language.scoring import scores_at
 
 
 def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log π of every token of the chosen and of the rejected answers, from the logits of their places only.
-
-    Args:
-        model: causal language model.
-        batch: see :class:`~rl_modules.language.contract.PairBatch`.
-
-    Returns:
-        log π(y_t) in nats, [2b, L] float32, the chosen answers first, 0 after each answer's end; and where a token
-        counts, [2b, L] bool.
+    """Log π of every token of the chosen and of the rejected answers of a
+    :class:`~rl_modules.language.contract.PairBatch`, from the logits of their places only: in nats, [2b, L] float32,
+    the chosen answers first, 0 after each answer's end; and where a token counts, [2b, L] bool.
     """
     tokens, lengths = batch["tokens"], batch["lengths"]
     b, packed = len(lengths), "segment" in batch
@@ -67,14 +61,8 @@ def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def visible(segment: Tensor, prompt_segment: Tensor) -> Tensor:
-    """Returns which tokens each token attends to: itself, and those before it in its own segment and in its prompt's.
-
-    Args:
-        segment: number of the piece of text that a token belongs to, [rows, width]; -1: none.
-        prompt_segment: number of the piece that its own continues, [rows, width].
-
-    Returns:
-        [rows, width, width] bool, from the reader's place to the place that is read.
+    """Returns which tokens each token attends to, [rows, width, width] bool from the reader's place: itself, and those
+    before it in its own ``segment`` [rows, width] (-1: none) and in the one that this continues, ``prompt_segment``.
     """
     width = segment.shape[1]
     keys = segment.unsqueeze(1)

@@ -91,11 +91,6 @@ def device_figures(model: Any, trainer: Any, rates: dict[str, float]) -> dict[st
     """Peak memory of this rank, and the share of the device's peak speed that training takes in the operations of the
     model: 6 per token and weight that trains, 4 for a frozen one. Empty on a CPU; no share for a card or precision
     without a known peak.
-
-    Args:
-        model: in training.
-        trainer: of the run.
-        rates: what :meth:`Throughput.rates` returned.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":

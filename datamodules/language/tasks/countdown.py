@@ -33,15 +33,7 @@ class ParseError(ValueError):
 
 
 def evaluate(text: str, operators: str = "+-*/") -> Value:
-    """Returns the exact value of an expression of whole numbers, operators, signs and parentheses.
-
-    Args:
-        text: at most 400 characters; spaces don't count.
-        operators: those that may occur.
-
-    Raises:
-        ParseError: it is none, divides by zero, is too long or too deep, or uses another operator.
-    """
+    """Returns the exact value of an expression of whole numbers, operators, signs and parentheses."""
     text = text.strip(" \t")
     depths = [text[:i].count("(") - text[:i].count(")") for i in range(len(text))]
     if not _EXPRESSION.fullmatch(text) or max(depths) > _DEEPEST or min(depths) < 0:
