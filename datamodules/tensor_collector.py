@@ -30,12 +30,7 @@ class TensorCollector(Collector):
     """
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """As :meth:`Collector.collect`; the rollout is on ``device``.
-
-        Raises:
-            UsageError: a NaN or infinite reward or observation, environments that failed, or an episode's end without
-                its final observation.
-        """
+        """As :meth:`Collector.collect`; the rollout is on ``device``."""
         if self._observation is None:
             self._begin(device)
         envs, n = self.envs, self.envs.num_envs

@@ -286,18 +286,7 @@ def plot(
     """Draws the runs' curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
     The mean of a row ends where its shortest run does. A metric that is evaluated a few times is drawn by its training
-    curve, with dots at the last evaluations.
-
-    Args:
-        results: the runs; those that differ in their seed alone share a color.
-        file: to write, as .png, .pdf or .svg.
-        metric: as in :func:`compare`.
-        curve: what is drawn, if not the metric itself.
-        target: of the metric, a dashed line.
-        dpi: pixels per inch of a plot of 6.4 by 4 inches.
-
-    Raises:
-        UsageError: matplotlib knows no format of that name.
+    ``curve``, with dots at the last evaluations; ``target``, of the metric, is a dashed line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator

@@ -28,9 +28,9 @@ def episode_seed(stream: int, episode: int) -> int:
 class SeededEpisodes(gym.Wrapper):
     """Seeds every episode from the environment's stream, and records its actions.
 
-    ``reset(seed=s)`` starts the stream ``s`` at its episode 0; ``reset()`` begins the next episode. Episode k is
-    reset with ``episode_seed(s, k)``, so that it can be repeated alone. ``episode_state`` holds stream, number and
-    actions; setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
+    ``reset(seed=s)`` starts the stream ``s`` at its episode 0; ``reset()`` begins the next episode. Episode k is reset
+    with ``episode_seed(s, k)``, so that it can be repeated alone. ``episode_state`` holds stream, number and actions;
+    setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
     ``set_attr``, in this process or in others.
 
     An asynchronous vector that resets in the step after an episode's end stores the end in its workers, where it can't
@@ -40,10 +40,8 @@ class SeededEpisodes(gym.Wrapper):
     of the previous one. ``episode_state`` then holds the whole game: the number of its first episode, all actions, and
     the numbers of actions after which it was reset.
 
-    Args:
-        env: the environment.
-        expects_no_masks: the environment had no action mask after a reset. One after a step is then refused, because
-            the policy would act without it.
+    With ``expects_no_masks`` the environment had no action mask after a reset; one after a step is then refused,
+    because the policy would act without it.
     """
 
     def __init__(self, env: gym.Env, expects_no_masks: bool = False) -> None:

@@ -15,13 +15,10 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
 class Search:
-    """Ranks passages by BM25.
+    """Ranks passages by BM25; words are runs of letters and digits, without case.
 
     score(q, d) = Σ_w idf(w) · f(w, d) (k + 1) / (f(w, d) + k (1 - b + b |d| / mean |d|)),
     idf(w) = ln(1 + (N - n(w) + ½) / (n(w) + ½)),  k = 1.2, b = ¾
-
-    Args:
-        passages: N texts; words are runs of letters and digits, without case.
 
     Source: Robertson and Zaragoza 2009, The Probabilistic Relevance Framework: BM25 and Beyond, with Lucene's idf.
     """

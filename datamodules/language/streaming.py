@@ -22,21 +22,13 @@ Rows = Callable[[int], Iterator[Placed]]
 
 
 class RecordStream:
-    """The records of a source, pass after pass without end, shuffled in blocks.
+    """The records of a source, pass after pass without end, shuffled in blocks of n = ``buffer_size`` rows.
 
     Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. The
     record at a position therefore depends only on the seed and the source, and a resumed run opens the source at its
-    block. Two blocks are in memory at a time. A block has n · ``per_row`` positions. If ``encode`` makes fewer records
-    of it, some of them are at several positions; if it leaves out all of them, those of the next block take their
-    places.
-
-    Args:
-        rows: opens the source at a row.
-        encode: turns rows into records with token ids; may leave some out.
-        buffer_size: n, rows of a block.
-        seed: of the order.
-        name: of the source, for messages.
-        per_row: records that ``encode`` makes of a row.
+    block. Two blocks are in memory at a time. A block has n · ``per_row`` positions, for so many records does
+    ``encode`` make of a row. If it makes fewer, some of them are at several positions; if it leaves out all of them,
+    those of the next block take their places.
     """
 
     def __init__(

@@ -26,13 +26,8 @@ RESULT_LIMIT = 4000
 class Tools:
     """Functions by name, their JSON schemas, and calls of them.
 
-    Args:
-        functions: typed functions or bound methods, plain or ``async``, with a docstring that describes every argument;
-            or their import paths ``package.module:function``.
-        result_limit: longest result in characters; what is longer is cut off.
-
-    Raises:
-        UsageError: a function without a type or a description for an argument, or two functions of one name.
+    The functions are typed, plain or ``async``, with a docstring that describes every argument; or import paths
+    ``package.module:function``. What is longer than ``result_limit`` characters is cut off.
     """
 
     def __init__(self, functions: Sequence[str | Callable[..., Any]], result_limit: int = RESULT_LIMIT) -> None:

@@ -10,16 +10,11 @@ from rl_modules.common.errors import UsageError
 
 
 def directory_of(name: str) -> str:
-    """Returns the directory with the weights, in single precision, and the tokenizer of a GGUF file.
+    """Returns the directory with the weights, in single precision, and the tokenizer of a GGUF file: its path, or
+    ``package/file.gguf`` within an installed package.
 
     The directory is in the cache of the Hugging Face hub (``HF_HOME``) and is made at the first use of the file. Only
     data is read: a package that holds the file is not imported.
-
-    Args:
-        name: path of the file, or ``package/file.gguf`` for one within an installed package.
-
-    Raises:
-        UsageError: no such file, or transformers does not read it.
     """
     file, package = Path(name), name.partition("/")[0]
     if not file.is_file() and package.isidentifier() and (spec := find_spec(package)) is not None:

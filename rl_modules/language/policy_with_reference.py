@@ -221,11 +221,8 @@ class PolicyWithReference(LanguagePolicy):
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
-        """Returns the reward model's score of each completion minus its offset, [B]; encodes the texts again if its
-        tokens differ from the policy's.
-
-        Args:
-            rollout: tokens, prompt_length, length, ``asked`` and ``finished``; to encode again, also ``texts``.
+        """Returns the reward model's score of each completion minus its offset, [B]; encodes the rollout's ``texts``
+        again if its tokens differ from the policy's.
         """
         from rl_modules.language.rereading import encode_again, with_ended_turns
 
@@ -289,17 +286,9 @@ class PolicyWithReference(LanguagePolicy):
         return results
 
     def record_completions(self, rollout: Rollout, *columns: Tensor, std: bool = True) -> list[Tensor]:
-        """Counts the tokens of a generation, and records the mean (and standard deviation) of each reward over the
-        completions that it applies to, and what reward functions logged.
-
-        Args:
-            rollout: with ``failed``, the number of this rank's completions that each function raised on, and
-                ``logged``, the means and weights of what they logged about them.
-            columns: of this rank's completions, [B] each.
-            std: also record the standard deviations.
-
-        Returns:
-            The columns, tokens written, and finished of the completions of all ranks.
+        """Counts the tokens of a generation, and records the mean (and with ``std`` the standard deviation) of each
+        reward over the completions that it applies to, how many each function ``failed`` on, and what was ``logged``.
+        Returns the columns [B], tokens written, and finished of the completions of all ranks.
         """
         total = rollout["prompt_length"] + rollout["length"]
         own = [*columns, tokens_written(rollout), rollout["finished"], total]

@@ -214,12 +214,8 @@ class Paths(Task):
 
 
 def random_graph(nodes: str, out_degree: int, seed: int) -> dict[str, str]:
-    """The successors of each node, in alphabetical order, of a graph in which every node is reached from every other.
-
-    Args:
-        nodes: their letters.
-        out_degree: edges that leave each.
-        seed: of the graph.
+    """The successors of each node, ``out_degree`` of them in alphabetical order, of a graph in which every node is
+    reached from every other.
     """
     rng = random.Random(stream_seed(seed, 0, "graph"))
     trip = rng.sample(nodes, len(nodes))
