@@ -67,13 +67,8 @@ def make_env(
     masks: str | None = None,
 ) -> Any:
     """One environment with its wrappers, the first in the list innermost; or the vector that the callable makes.
-
-    Args:
-        env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
-        env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
-        wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
-        masks: where it gives action masks, as :func:`mask_source` says; None: nowhere; :data:`IGNORED`: they are not
-            read, and taken out of its observations.
+    Arguments as of the datamodules; ``masks`` says where it gives action masks, as :func:`mask_source` does, None:
+    nowhere. Those that are :data:`IGNORED` are taken out of its observations.
     """
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -195,25 +195,26 @@ class _Talk:
 
     def _further(self, number: int) -> Further:
         row, answer = self.rows[number], self._asked.pop(number)
+        over = Further(number, [], 0, 0)
         try:
             messages, reward, done = check_step(answer.value(), self.dialogues.name)
         except (Exception, SystemExit) as error:
             self.dialogues.fail(row, error, "step")
-            return Further(number, [], 0, 0)
+            return over
         row.rewards.append(reward)
         turns = len(row.rewards)
         if done or turns >= self._limits.turns:
             row.ended = "done" if done else "max_turns"
-            return Further(number, [], 0, 0, done)
+            return replace(over, finished=done)
         if not messages:
             self.dialogues.fail(row, ValueError("no messages, and the dialogue is not over"), "step")
-            return Further(number, [], 0, 0)
+            return over
         tokens = self.dialogues.template.following(row.messages[-1], row.last, messages, row.record)
         row.used += len(tokens)
         if (limit := self._room(row)) < 1:
             row.used -= len(tokens)
             row.ended = "length"
-            return Further(number, [], 0, 0)
+            return over
         row.messages += messages
         return Further(number, tokens, stream_seed(row.seed, 0, "turn", turns), limit)
 

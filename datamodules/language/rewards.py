@@ -231,16 +231,10 @@ FACTORIES: dict[str, Callable[..., RewardFunction]] = {
 
 
 def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = None) -> RewardFunction:
-    """Loads a reward function from its entry in a config.
-
-    Args:
-        spec: a built-in name; a name of one of the task's own (``accuracy``, ``utilities``); an import path
-            ``package.module:function`` or ``package.module.function``; any of these with settings,
-            ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function; or a function.
-        task: the task whose functions may be named.
-
-    Returns:
-        The function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
+    """Returns the reward function of an entry in a config: a built-in name; a name of one of the task's own
+    (``accuracy``, ``utilities``); an import path ``package.module:function`` or ``package.module.function``; any of
+    these with settings, ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function;
+    or a function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
 
     Raises:
         UsageError: an unknown name, an import path without a function, a model, missing or unknown settings.
