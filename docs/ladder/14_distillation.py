@@ -10,7 +10,7 @@
 # ## Two divergences
 #
 # The teacher is a policy $p$, the student a policy $q_\theta$ with weights $\theta$. Both give a probability to every
-# next token $v$ of the vocabulary, given the text so far, $s_t = (x, y_{<t})$. The distance between the two
+# next token $v$ of the vocabulary in a state, the text so far, $s_t = (x, y_{<t})$. The distance between the two
 # distributions can be measured from either side (page 8):
 #
 # $$\operatorname{KL}(p \,\Vert\, q_\theta) = \sum_v p(v) \log \frac{p(v)}{q_\theta(v)} \quad \text{(forward)}, \qquad
