@@ -34,8 +34,8 @@ from recipes.stages import check_folder, run_command
 from recipes.trainer import Trainer
 
 HORIZON = 8
-#: Probability below which a sequence of moves is not followed.
-LEAST = 1e-3
+#: Sequences of moves that are followed at each step, the most probable ones.
+MOST = 500
 #: Of each control algorithm: its arguments, and those of its datamodule.
 CONTROL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "QLearning": ({"exploration_fraction": 0.8, "exploration_initial_eps": 1.0},
@@ -116,8 +116,9 @@ def greedy_return(module: Any, data: Any) -> float:
 def dialogue_return(module: Any, data: Any) -> float:
     """Returns the exact expected return of a language model that samples its words: follows all sequences of moves.
 
-    Every other word ends a walk like the trap. Sequences of probability below ``LEAST`` are not followed and count 0:
-    the result is exact to 10 times their total probability, which a trained policy has next to none of.
+    Every other word ends a walk like the trap. Beyond the ``MOST`` most probable sequences of a step none is followed,
+    and they count 0: the result is exact to 10 times their total probability, of which a trained policy has next to
+    none.
     """
     world, tokenizer = TextMaze(max_steps=HORIZON, brief=True), module.tokenizer
     words = [name[0] for name in world.names]
@@ -139,9 +140,9 @@ def dialogue_return(module: Any, data: Any) -> float:
                 total += weight * chance * reward
                 world.state = there
                 answer = [{"role": "assistant", "content": words[action]}, {"role": "user", "content": world.cell()}]
-                if not ended and weight * chance >= LEAST:
+                if not ended:
                     further.append((there, weight * chance, [*said, *answer]))
-        walks = further
+        walks = sorted(further, key=lambda walk: -walk[1])[:MOST]
         if not walks:
             break
     return total
@@ -217,22 +218,25 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     L.seed_everything(seed, verbose=False)
     start = rl_modules.SFT(model_config=small, tokenizer_name_or_path=str(records / "tokenizer"), learning_rate=3e-3,
                            lr_scheduler_type="constant_with_warmup", warmup_steps=10)  # fmt: skip
-    shown = InstructionDataModule(path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed)
+    # The maze's answers count too: a model that can predict them has a representation of its cell.
+    shown = InstructionDataModule(
+        path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed, completion_only_loss=False
+    )
     imitated = ExactRegret(dialogue_return, lambda trainer: 0, best, 1)
-    fit(folder, "SFT", start, shown, imitated, max_steps=80)
+    fit(folder, "SFT", start, shown, imitated, max_steps=150)
     shutil.rmtree(folder / "start", ignore_errors=True)
     start.export(folder / "start")
     learner = rl_modules.GRPO(
-        model_name_or_path=str(folder / "start"), loss_type="dapo",
-        learning_rate=1e-3, lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_completion_length=64,
+        model_name_or_path=str(folder / "start"), loss_type="dapo", reward_to_go=True, scale_rewards="none",
+        learning_rate=5e-4, lr_scheduler_type="constant_with_warmup", warmup_steps=20, max_completion_length=64,
     )  # fmt: skip
     asked = PromptDataModule(
         path=str(records / "train.jsonl"), environment=CountedMaze, max_turns=HORIZON, max_turn_tokens=3, seed=seed,
         environment_kwargs={"brief": True, "max_steps": HORIZON}, num_generations=64, batch_size=64, n_eval=0,
     )  # fmt: skip
     CountedMaze.taken = count(walked)
-    played = ExactRegret(dialogue_return, lambda trainer: int(repr(CountedMaze.taken)[6:-1]), best, 1000)
-    fit(folder, "GRPO", learner, asked, played, max_steps=150)
+    played = ExactRegret(dialogue_return, lambda trainer: int(repr(CountedMaze.taken)[6:-1]), best, 8000)
+    fit(folder, "GRPO", learner, asked, played, max_steps=300)
     return played.points
 
 

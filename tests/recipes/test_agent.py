@@ -40,7 +40,6 @@ def test_the_template_renders_a_turn_as_the_model_writes_it(folder):
 def test_the_exact_return_of_a_dialogue_is_the_sum_over_all_walks(folder, monkeypatch):
     """Compared with the probability of each whole walk, read in one pass."""
     monkeypatch.setattr(one_world, "HORIZON", 3)
-    monkeypatch.setattr(one_world, "LEAST", 0.0)
     torch.manual_seed(0)
     module = SFT(model_config=SMALL, tokenizer_name_or_path=str(folder / "tokenizer"))
     module.configure_model()
