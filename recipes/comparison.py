@@ -276,13 +276,9 @@ def _with_interval(value: float, low: float, high: float) -> str:
 
 
 def plot(
-    results: Sequence[Result],
-    file: str | Path,
-    metric: str | None = None,
-    curve: str | None = None,
-    target: float | None = None,
-    dpi: int = 120,
-) -> None:
+    results: Sequence[Result], file: str | Path, metric: str | None = None, curve: str | None = None,
+    target: float | None = None, dpi: int = 120,
+) -> None:  # fmt: skip
     """Draws the runs' curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
     The mean of a row ends where its shortest run does. A metric that is evaluated a few times is drawn by its training

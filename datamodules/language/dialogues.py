@@ -76,14 +76,9 @@ class Dialogues:
         self._is_checked = self._has_answered = self._reported = False
 
     def write(
-        self,
-        act: Callable[..., Completions],
-        records: Sequence[Record],
-        seeds: Sequence[int],
-        num_generations: int,
-        limits: Limits,
-        pad_token_id: int,
-    ) -> Completions:
+        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int], num_generations: int,
+        limits: Limits, pad_token_id: int,
+    ) -> Completions:  # fmt: skip
         """Writes ``num_generations`` dialogues of each record's prompt, each with a seed, by the policy's ``act``; the
         first seed of a prompt gives the ``start_seed`` of its records.
         """
@@ -95,10 +90,10 @@ class Dialogues:
         try:
             self._open(rows, num_generations, limits)
             going = [row for row in rows if not row.ended]
-            talk = _Talk(self, going, limits)
-            written = (
-                act([row.prompt_ids for row in going], [row.seed for row in going], partner=talk) if going else None
-            )
+            written = None
+            if going:
+                asked, own = [row.prompt_ids for row in going], [row.seed for row in going]
+                written = act(asked, own, partner=_Talk(self, going, limits))
         finally:
             for row in rows:
                 self.calls.start(row.number, "close")

@@ -7,13 +7,14 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
 from datamodules.language.coroutines import EventLoop, TooLong
 from datamodules.language.environments import Environment, replayable
+from datamodules.language.tools import schema_of
 
 #: Threads that wait for environments at once.
 _MOST_THREADS = 512
@@ -32,7 +33,8 @@ class Objects:
         if method == "reset":
             self._made[number] = self._make()
             messages = self._loop.value_of(self._made[number].reset(argument), limit_s)
-            return list(messages or ()), schemas(getattr(self._made[number], "tools", ()))
+            tools = getattr(self._made[number], "tools", ())
+            return list(messages or ()), [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]
         if method == "close":
             environment = self._made.pop(number, None)
             with contextlib.suppress(Exception):  # the dialogue has ended
@@ -43,13 +45,6 @@ class Objects:
 
     def stop(self) -> None:
         self._loop.close()
-
-
-def schemas(tools: Iterable[Any]) -> list[Any]:
-    """Tools as the chat template reads them: JSON schemas, of functions by their signature and docstring."""
-    from transformers.utils import get_json_schema
-
-    return [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools]
 
 
 class Worker:

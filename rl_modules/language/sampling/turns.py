@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rl_modules.language.sampling.engine import Row, completions_of, rows_of
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
-from rl_modules.language.sampling.support import kept_lists
 
 #: Least share of a turn's sampling time that is waited for answers before the rows that have theirs go on.
 _PATIENCE = 0.1
@@ -79,16 +79,12 @@ def by_turns(
             asked, 1, [further.seed for further in going], replace(settings, max_completion_length=most)
         )
         device = part.tokens.device
-        columns = (part.tokens, part.log_prob, part.length, part.finished)
-        version = [None] * len(going) if part.version is None else part.version.tolist()
-        kept = kept_lists(part) or [[]] * len(going)
-        for further, tokens, log_prob, length, finished, of, ids in zip(
-            going, *(column.tolist() for column in columns), version, kept, strict=True
-        ):
-            count = min(length, further.limit)
-            rows[further.row].write(tokens[:count], log_prob[:count], of)
-            rows[further.row].kept += ids[:count]
-            partner.ended(further.row, tokens[:count], finished and count == length)
+        versions = [None] * len(going) if part.version is None else part.version.tolist()
+        for further, made, version in zip(going, rows_of(part), versions, strict=True):
+            tokens = made.tokens[: further.limit]
+            rows[further.row].write(tokens, made.log_prob[: further.limit], version)
+            rows[further.row].kept += (made.kept or [])[: further.limit]
+            partner.ended(further.row, tokens, made.finished and len(tokens) == len(made.tokens))
         going = []
         took_s = time.monotonic() - began_s
         while partner.waiting and not going:
@@ -135,8 +131,6 @@ class _Row:
 
 
 def _joined(rows: Sequence[_Row], pad_token_id: int, device: Any) -> Completions:
-    from rl_modules.language.sampling.engine import Row, completions_of
-
     versions = [row.version for row in rows if row.version is not None]
     plain = [Row(row.tokens, row.log_prob, row.finished, row.kept or None) for row in rows]
     joined = completions_of(plain, pad_token_id, device, versions or None)

@@ -64,15 +64,9 @@ class VLLMEngine:
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
         check_request(prompts, 1, settings.max_completion_length, list(settings.eos_token_id), seeds,
                       self.spec.longest, self.spec.words)  # fmt: skip
-        parameters = [
-            sampling_params(
-                settings,
-                seed,
-                min(settings.max_completion_length, self.spec.longest - len(prompt)),
-                self.support_options(settings),
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        most, options = settings.max_completion_length, self.support_options(settings)
+        parameters = [sampling_params(settings, seed, min(most, self.spec.longest - len(prompt)), options)
+                      for prompt, seed in zip(prompts, seeds, strict=True)]  # fmt: skip
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return [to_row(output.outputs[0], settings) for output in outputs]
