@@ -286,3 +286,23 @@ def checked_weights(found: Any, names: Sequence[str], what: str) -> dict[str, fl
         raise UsageError(f"curriculum={what} returned {found!r}, where a weight of at least 0 for each of "
                          f"{', '.join(names)} should be, not all of them 0")  # fmt: skip
     return {name: float(found[name]) for name in names}
+
+
+def follow_curriculum(data: Any) -> None:
+    """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
+    names = list(data.mixture.sources)
+    counts = torch.tensor([data._solved.pop(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
+    if data._world_size > 1:
+        counts = data.learner_trainer.strategy.reduce(
+            counts.to(data.learner_trainer.strategy.root_device), reduce_op="sum"
+        )
+    for name, (right, n) in zip(names, counts.tolist(), strict=True):
+        if n:  # an exponential average over about ten generations
+            data._pass_rates[name] = right / n if name not in data._pass_rates else (
+                0.9 * data._pass_rates[name] + 0.1 * right / n)  # fmt: skip
+    rates = {name: data._pass_rates.get(name, 0.5) for name in names}
+    found = checked_weights(data.reweigh(rates, data.mixture.weights), names, data.hparams["curriculum"])
+    # Rounds that are written ahead may be asked for once more.
+    data._segments = [*data._segments, data._passes.reweighed(data.drawn, found)][-8 - data.async_generations :]
+    total = sum(found.values())
+    data.policy.record(**{f"{name}/share": weight / total for name, weight in found.items()})

@@ -284,7 +284,9 @@ class PromptDataModule(LanguageDataModule):
             store(self.rollouts_path, self.generation, self._rank, rollout)
         self.generation += 1
         if self.reweigh is not None:
-            self._follow_curriculum()
+            from datamodules.language.mixture import follow_curriculum
+
+            follow_curriculum(self)
         # Whether the stored log-probabilities are those of the present weights: their own, or computed anew by them.
         step, version = self.learner_trainer.global_step, rollout["version"]
         anew = getattr(module, "rescores", True)
@@ -317,28 +319,6 @@ class PromptDataModule(LanguageDataModule):
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
-
-    def _follow_curriculum(self) -> None:
-        """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
-        from datamodules.language.mixture import MixedOrder, checked_weights
-
-        assert self.mixture is not None and isinstance(self._passes, MixedOrder)
-        names = list(self.mixture.sources)
-        counts = torch.tensor([self._solved.pop(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
-        if self._world_size > 1:
-            counts = self.learner_trainer.strategy.reduce(
-                counts.to(self.learner_trainer.strategy.root_device), reduce_op="sum"
-            )
-        for name, (right, n) in zip(names, counts.tolist(), strict=True):
-            if n:  # an exponential average over about ten generations
-                self._pass_rates[name] = right / n if name not in self._pass_rates else (
-                    0.9 * self._pass_rates[name] + 0.1 * right / n)  # fmt: skip
-        rates = {name: self._pass_rates.get(name, 0.5) for name in names}
-        found = checked_weights(self.reweigh(rates, self.mixture.weights), names, self.hparams["curriculum"])
-        # Rounds that are written ahead may be asked for once more.
-        self._segments = [*self._segments, self._passes.reweighed(self.drawn, found)][-8 - self.async_generations :]
-        total = sum(found.values())
-        self.policy.record(**{f"{name}/share": weight / total for name, weight in found.items()})
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
         """Refuses a generation 0 of several prompts without any reward. No function may apply to a later generation or
