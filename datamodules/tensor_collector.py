@@ -30,7 +30,9 @@ class TensorCollector(Collector):
     """
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """As :meth:`Collector.collect`; the rollout is on ``device``."""
+        """As :meth:`Collector.collect`; the rollout is on ``device``. An episode's end without its final observation is
+        refused.
+        """
         if self._observation is None:
             self._begin(device)
         envs, n = self.envs, self.envs.num_envs

@@ -214,8 +214,8 @@ def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
 
 
 def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
-    """Mean over seeds of [seeds] or [seeds, points], or in the ``middle`` the interquartile mean, and both ends of its
-    95 % bootstrap interval, NaN below three seeds.
+    """Mean over seeds of [seeds] or [seeds, points], with ``middle`` the interquartile mean, and both ends of its 95 %
+    bootstrap interval, NaN below three seeds.
     """
     from scipy.stats import trim_mean
 

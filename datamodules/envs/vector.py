@@ -67,8 +67,8 @@ def make_env(
     masks: str | None = None,
 ) -> Any:
     """One environment with its wrappers, the first in the list innermost; or the vector that the callable makes.
-    Arguments as of the datamodules; ``masks`` says where it gives action masks, as :func:`mask_source` does, None:
-    nowhere. Those that are :data:`IGNORED` are taken out of its observations.
+    Arguments as of the datamodules; ``masks`` is what :func:`mask_source` returns: where it gives action masks, None
+    for nowhere, or :data:`IGNORED`, with which they are taken out of its observations.
     """
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:

@@ -67,8 +67,8 @@ def load_records(
     texts: Sequence[str] = TEXTS,
     as_read: bool = False,
 ) -> Sequence[Record]:
-    """Records from exactly one source, with at least the ``required`` columns, which a task makes up where it has none;
-    ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
+    """Records from exactly one source, with at least the ``required`` columns; a task synthesises ``chosen`` and
+    ``rejected``. ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
 
     ``split`` is that of a task, ``train`` or ``test``; files and datasets are taken whole. Of a task ``n`` records are
     taken, of a file or dataset at most so many, drawn with ``seed``; None: all. ``reshape`` converts a row of a file or

@@ -244,8 +244,8 @@ def _rows(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> Iter
 
 
 def fill(template: str, fields: dict[str, Any], where: str) -> str:
-    """Fills the fields into a template's braces, for messages that of ``where``. Only plain names are replaced, so a
-    template can access nothing else; other braces are kept.
+    """Fills the fields into a template's braces; ``where`` names the template in errors. Only plain names are replaced,
+    so a template can access nothing else; other braces are kept.
     """
 
     def value(match: re.Match[str]) -> str:
