@@ -132,8 +132,9 @@ class PPO(ActorCriticModule):
         return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
 
     def update_schedules(self, progress_remaining: float) -> None:
+        """Sets scheduled values and records the clip range, also where a run resumes with another one."""
         super().update_schedules(progress_remaining)
-        if not self.penalizes:  # recorded here, so that a resumed run draws the value that it was given
+        if not self.penalizes:
             self.record_now(clip_range=self.clip_range)
 
     # ---------------------------------------------------------------- adaptive KL penalty
