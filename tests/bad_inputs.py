@@ -982,12 +982,19 @@ python("model of text", lambda p: fit(SFT(model_name_or_path="no/model"), Instru
 python("SFT's argument misspelled", lambda p: SFT(learning_rat=1), "learning_rat", "did you mean learning_rate")
 python("SFT's model as SB3", lambda p: SFT(model="qwen"), "model", "model_name_or_path")
 for several, make in {
-    "task": PromptDataModule, "path": InstructionDataModule, "eval_path": PreferenceDataModule,
+    "path": InstructionDataModule, "eval_path": PreferenceDataModule,
     "eval_split": PreferenceDataModule, "ptx_path": PromptDataModule, "reward_model_name_or_path": GRPO,
     "ref_model_name_or_path": DPO, "tokenizer_name_or_path": RewardModel, "torch_dtype": SFT,
 }.items():  # fmt: skip
     python(f"several of {several}", lambda p, make=make, name=several: make(**{name: ["a", "b"]}),
            rf"{several}=\['a', 'b'\] is a list", "where a single text should be")  # fmt: skip
+python(
+    "sources without a form",
+    lambda p: PromptDataModule(task=["a", "b"]),
+    "task: the source 'a'",
+    "dictionary",
+    "weight",
+)
 python("task_kwargs without names", lambda p: PromptDataModule("addition", task_kwargs=["digits"]),
        r"task_kwargs=\['digits'\] is a list", "dictionary {name: value}")  # fmt: skip
 python(

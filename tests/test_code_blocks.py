@@ -118,7 +118,9 @@ def test_the_readme_s_commands_work_in_order(tmp_path, monkeypatch, capsys):
         words = shlex.split(line.replace("…", path).replace("PATH", path))[1:]
         if words[0] == "record" and importlib.util.find_spec("moviepy") is None:
             continue
-        options = [] if words[0] in ("list", "copy") else short
+        if {"compare", "--seeds"} & set(words) and importlib.util.find_spec("rliable") is None:
+            continue
+        options = [] if words[0] in ("list", "copy", "compare") else short
         main([*words, *options])
     out = capsys.readouterr().out
     assert "PPO on CartPole-v1  mean return" in out

@@ -63,6 +63,8 @@ class Terminal:
         return len(text)
     def flush(self):
         pass
+    def isatty(self):
+        return False
 
 terminal, sys.stdout = sys.stdout, Terminal()
 main(["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--data.n_eval_episodes=1"])

@@ -26,7 +26,7 @@ from tests.training import assert_equal_checkpoints, fit
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
-WIDE = {torch.float32, torch.int64, torch.bool}
+WIDE = {torch.float32, torch.int32, torch.int64, torch.bool}
 
 
 def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
