@@ -4,6 +4,7 @@ python -m recipes.agent                          guess the number from 1 to 64, 
 python -m recipes.agent --world arithmetic       products, with a calculator
 python -m recipes.agent --world islands          questions, with a search
 python -m recipes.agent --world maze             the maze of the tabular chapters, as text
+python -m recipes.agent --world nim              a game of two players, both played by the model
 
 Every stage is one ``rl fit`` with a config of its own; ``--grpo.model.beta=0.01`` changes an option of a stage's. A
 stage that is done is skipped, one that was stopped resumes: run the same command again.
@@ -24,6 +25,9 @@ from rl_modules.language.tokenizer import character_tokenizer
 STAGES = ("sft", "grpo", "evaluation")
 CURVES = ("train/reward", "eval/rewards/environment", "environment/turns", "train/completions/mean_length",
           "train/entropy", "train/loss")  # fmt: skip
+#: Of each world: the first stage's config, and how many scripted dialogues it reads.
+STARTS = {"maze": ("agent/sft.yaml", 500), "nim": ("agent/sft.yaml", 500), "guess": ("agent/sft_guess.yaml", 8000),
+          "arithmetic": ("agent/sft_tools.yaml", 8000), "islands": ("agent/sft_tools.yaml", 8000)}  # fmt: skip
 #: A chat template for the character tokenizer, with calls in the format of Hermes and Qwen. What the model writes ends
 #: with ``<eos>``; every other message is a line.
 TEMPLATE = (
@@ -48,17 +52,19 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser = Parser("python -m recipes.agent", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--world", default="guess", help=f"one of {', '.join(WORLDS)}")
     parser.add_argument("--folder", help="where everything goes; default: runs/agent/WORLD")
-    parser.add_argument("--sft", default="agent/sft.yaml", help="config of the first stage")
+    parser.add_argument("--sft", help="config of the first stage; default: the world's")
     parser.add_argument("--grpo", help="config of the reinforcement learning; default: agent/WORLD.yaml")
-    parser.add_argument("--dialogues", type=int, default=2000, help="scripted dialogues of the first stage")
+    parser.add_argument("--dialogues", type=int, help="scripted dialogues of the first stage; default: the world's")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
     if given.world not in WORLDS:
         raise UsageError(
             f"--world {given.world!r} must be one of {', '.join(WORLDS)}{did_you_mean(given.world, WORLDS)}"
         )
-    if given.dialogues < 1:
+    if given.dialogues is not None and given.dialogues < 1:
         raise UsageError(f"--dialogues {given.dialogues} must be at least 1")
+    config, dialogues = STARTS[given.world]
+    given.sft, given.dialogues = given.sft or config, given.dialogues or dialogues
     given.folder = given.folder or f"runs/agent/{given.world}"
     given.grpo = given.grpo or f"agent/{given.world}.yaml"
     return given, stage_options(rest, STAGES, parser.names(), "--grpo.model.beta=0.01")

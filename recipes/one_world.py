@@ -222,8 +222,7 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     shown = InstructionDataModule(
         path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed, completion_only_loss=False
     )
-    imitated = ExactRegret(dialogue_return, lambda trainer: 0, best, 1)
-    fit(folder, "SFT", start, shown, imitated, max_steps=150)
+    fit(folder, "SFT", start, shown, max_steps=150)
     shutil.rmtree(folder / "start", ignore_errors=True)
     start.export(folder / "start")
     learner = rl_modules.GRPO(
@@ -240,10 +239,10 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     return played.points
 
 
-def fit(folder: Path, name: str, module: Any, data: Any, exact: ExactRegret, **how: Any) -> None:
+def fit(folder: Path, name: str, module: Any, data: Any, *callbacks: L.Callback, **how: Any) -> None:
     """Trains with a TensorBoard of its own below the folder."""
     logger = TensorBoardLogger(str(folder), name=name, version="", default_hp_metric=False)
-    Trainer(callbacks=[exact], logger=logger, accelerator="cpu", enable_checkpointing=False, evaluate=False,
+    Trainer(callbacks=list(callbacks), logger=logger, accelerator="cpu", enable_checkpointing=False, evaluate=False,
             default_root_dir=str(folder), **how).fit(module, datamodule=data)  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Every run is ``rl fit … --resume`` in a process of its own, killed by SIGKILL 
 length, start and writing of checkpoints included. The survivor's ``last.ckpt`` and ``best.ckpt`` must hold what those
 of the run that was never killed hold, tensor by tensor, the progress of Lightning's loops included, and each logger's
 files the same points. Every run logs to TensorBoard and to CSV files, with Lightning's ``LearningRateMonitor``.
+Runs of ``…-served`` sample on an ``rl serve``, which every other kill kills in their place and starts again.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,6 +80,9 @@ TURNS = [
     "--data.num_generations=4",
     "--trainer.max_steps=48",
 ]
+
+#: Environments that a record and messages do not bring back.
+OUTSIDE = "--data.environment=tests.datamodules.language.dialogue_cases:Outside"
 
 CASES: dict[str, list[str]] = {
     "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
@@ -149,6 +154,11 @@ CASES: dict[str, list[str]] = {
     "grpo-turns": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS],
     "grpo-turns-ahead": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS,
                          "--data.async_generations=1"],
+    "grpo-turns-outside": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS, OUTSIDE],
+    "grpo-served": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
+                    "--data.num_generations=4", "--trainer.max_steps=48", "--model.sampler=vllm_server"],
+    "grpo-turns-served": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, *TURNS,
+                          "--model.sampler=vllm_server"],
     "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.entropy_coef=0.01", "--trainer.max_steps=48"],
     "grpo-filters": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
@@ -187,11 +197,41 @@ def with_models(case: str, folder: Path) -> list[str]:
     return [*CASES[case], *arguments]
 
 
+class Served:
+    """An ``rl serve`` in a process of its own, on a port that it keeps when it starts again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token = folder / "token"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.start()
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a run needs to find it, and to wait for it as long as its start takes."""
+        options = {"addresses": [f"127.0.0.1:{self.port}"], "token_file": str(self.token), "retries": 120,
+                   "retry_wait_s": 0.25}  # fmt: skip
+        return [f"--model.sampler_options={json.dumps(options)}"]
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "recipes", "serve", "--engine=native", f"--port={self.port}",
+                   f"--token_file={self.token}"]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith("serving on")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 @dataclass
 class Outcome:
     """What became of one case."""
 
     kills: int = 0
+    #: Of these, kills of the server.
+    of_the_server: int = 0
     #: Kills before the first checkpoint, after which the run began again.
     from_the_start: int = 0
     #: Kills whose last checkpoint is from the middle of an epoch.
@@ -273,29 +313,46 @@ class Run:
 def chaos(arguments: Sequence[str], kills: int, folder: Path, rng: random.Random, forks: bool = True,
           kills_per_run: int = 5) -> Outcome:  # fmt: skip
     """Kill runs of one case until there were ``kills`` kills; each run is killed at most ``kills_per_run`` times."""
+    served = Served(folder) if "--model.sampler=vllm_server" in arguments else None
+    arguments = [*arguments, *(served.arguments if served else [])]
     began_s = time.monotonic()
     whole = folder / "whole"
-    Run(arguments, whole, forks).finish()
-    length_s = time.monotonic() - began_s
-    outcome = Outcome()
-    while outcome.kills < kills:
-        survivor = folder / f"killed-{outcome.survivors}"
-        for _ in range(min(kills_per_run, kills - outcome.kills)):
-            run = Run(arguments, survivor, forks)
-            code = run.wait(rng.uniform(0.0, length_s))
-            if code is not None:
-                if code:
-                    raise RuntimeError(f"exit code {code}:\n{run.output.read_text()}")
-                break
-            run.kill()
-            outcome.kills += 1
-            last = next(survivor.glob("logs/*/*/checkpoints/last.ckpt"), None)
-            outcome.from_the_start += last is None
-            outcome.mid_epoch += last is not None and is_mid_epoch(last)
-        Run(arguments, survivor, forks).finish()
-        outcome.survivors += 1
-        outcome.differences += compare(whole, survivor)
-        shutil.rmtree(survivor)
+    try:
+        Run(arguments, whole, forks).finish()
+        length_s = time.monotonic() - began_s
+        outcome = Outcome()
+        while outcome.kills < kills:
+            survivor = folder / f"killed-{outcome.survivors}"
+            run = None
+            for _ in range(min(kills_per_run, kills - outcome.kills)):
+                run = run or Run(arguments, survivor, forks)
+                code = run.wait(rng.uniform(0.0, length_s))
+                if code is not None:
+                    if code and (served is None or "; start `rl serve` there" not in run.output.read_text()):
+                        raise RuntimeError(f"exit code {code}:\n{run.output.read_text()}")
+                    run = None
+                    if code:  # it began while the server was starting
+                        continue
+                    break
+                outcome.kills += 1
+                if served is not None and outcome.kills % 2:
+                    served.kill()
+                    served.start()
+                    outcome.of_the_server += 1
+                    continue
+                run.kill()
+                run = None
+                last = next(survivor.glob("logs/*/*/checkpoints/last.ckpt"), None)
+                outcome.from_the_start += last is None
+                outcome.mid_epoch += last is not None and is_mid_epoch(last)
+            if run is None or run.wait():
+                Run(arguments, survivor, forks).finish()
+            outcome.survivors += 1
+            outcome.differences += compare(whole, survivor)
+            shutil.rmtree(survivor)
+    finally:
+        if served is not None:
+            served.kill()
     outcome.seconds = time.monotonic() - began_s
     return outcome
 
@@ -383,7 +440,8 @@ def main() -> None:
             result = results[name] = chaos(arguments, options.kills, Path(folder), rng, not options.fresh)
         verdict = "no" if result.differences else "yes"
         print(f"{name:20} {result.kills:5} {result.from_the_start:13} {result.mid_epoch:9} {result.survivors:5} "
-              f"{verdict:>9} {result.seconds:6.1f}", flush=True)  # fmt: skip
+              f"{verdict:>9} {result.seconds:6.1f}"
+              + (f"  ({result.of_the_server} of the server)" if result.of_the_server else ""), flush=True)  # fmt: skip
         for difference in result.differences[:5]:
             print(f"    {difference[:300]}", flush=True)
     differing = sum(bool(result.differences) for result in results.values())

@@ -135,10 +135,12 @@ class Guess:
         most: largest number.
         max_guesses: guesses after which the dialogue ends.
         brief: messages are one character.
+        mistakes: share of the scripted player's guesses that are any of the numbers still possible, and not their
+            middle.
     """
 
-    def __init__(self, most: int = 64, max_guesses: int = 10, brief: bool = False) -> None:
-        self.most, self.max_guesses, self.brief = most, max_guesses, brief
+    def __init__(self, most: int = 64, max_guesses: int = 10, brief: bool = False, mistakes: float = 0.75) -> None:
+        self.most, self.max_guesses, self.brief, self.mistakes = most, max_guesses, brief, mistakes
         self.secret = self.guesses = 0
         self._low, self._high = 1, most
 
@@ -170,8 +172,9 @@ class Guess:
         return ([] if done else _user(said)), -1.0, done
 
     def demonstrate(self, rng: random.Random) -> Message:
-        """A random number of those that are still possible."""
-        return _said(str(rng.randint(self._low, self._high)))
+        """The middle of the numbers that are still possible, or by mistake any of them."""
+        middle, other = (self._low + self._high) // 2, rng.randint(self._low, self._high)
+        return _said(str(other if rng.random() < self.mistakes else middle))
 
     @staticmethod
     def optimum(most: int = 64) -> float:
@@ -184,6 +187,56 @@ class Guess:
             decided = min(2 ** (k - 1), left)
             left, total = left - decided, total + k * decided
         return total / most
+
+
+class Nim:
+    """Take one to three stones of a heap; whoever takes the last one wins. Best play leaves a multiple of four.
+
+    The model writes the moves of both players, and a move earns 1 where it wins and -1 where it is none; with
+    ``reward_to_go`` and ``turn_gamma: -1`` a move's return is the game's result for the player who made it. Where the
+    record says ``perfect`` the environment plays the other side, perfectly, and losing earns -1.
+
+    Args:
+        brief: messages are the number of stones alone.
+    """
+
+    def __init__(self, brief: bool = False) -> None:
+        self.brief, self.stones, self._perfect = brief, 0, False
+
+    @classmethod
+    def records(cls, split: str, n: int, seed: int = 0) -> list[Record]:
+        """Returns n heaps of 1 to 20 stones, all equally often; of ``test`` those that can be won, and a perfect
+        opponent.
+        """
+        test = split == "test"
+        heaps = [i for i in range(1, 21) if i % 4 or not test]
+        drawn = [heaps[i % len(heaps)] for i in range(n)]
+        random.Random(stream_seed(seed, 0, split)).shuffle(drawn)
+        return [{"prompt": "nim", "stones": stones, "perfect": test} for stones in drawn]
+
+    def reset(self, record: Record) -> list[Message]:
+        """Takes the record's ``stones``."""
+        self.stones, self._perfect = int(record["stones"]), bool(record.get("perfect"))
+        return _user(str(self.stones) if self.brief else f"{self.stones} stones are left. Take 1, 2 or 3; whoever "
+                     "takes the last one wins. Answer with a number.")  # fmt: skip
+
+    def step(self, message: Message) -> Step:
+        """Takes stones; where the opponent is perfect, it answers."""
+        text = str(message.get("content") or "").strip()
+        taken = int(text) if text in ("1", "2", "3") else 0
+        if not 0 < taken <= self.stones:
+            return [], -1.0, True
+        self.stones -= taken
+        if self.stones == 0:
+            return [], 1.0, True
+        if self._perfect:
+            self.stones -= self.stones % 4 or 1
+        lost = self.stones == 0
+        return ([] if lost else _user(str(self.stones))), -float(lost), lost
+
+    def demonstrate(self, rng: random.Random) -> Message:
+        """Any move."""
+        return _said(str(rng.randint(1, min(3, self.stones))))
 
 
 class OneCall(ToolEnvironment):
@@ -248,6 +301,6 @@ class Islands(OneCall):
 
 
 #: The worlds by name.
-WORLDS: dict[str, type[TextMaze] | type[Guess] | type[Arithmetic] | type[Islands]] = {
-    "maze": TextMaze, "guess": Guess, "arithmetic": Arithmetic, "islands": Islands,
+WORLDS: dict[str, type[TextMaze] | type[Guess] | type[Nim] | type[Arithmetic] | type[Islands]] = {
+    "maze": TextMaze, "guess": Guess, "nim": Nim, "arithmetic": Arithmetic, "islands": Islands,
 }  # fmt: skip

@@ -210,7 +210,7 @@ for text in (
 # assert Guess.optimum(n) == 328 / 64 == 5.125
 # random = 2 * (1 + 1 / n) * sum(1 / i for i in range(1, n + 1)) - 3
 # assert abs(random - 6.64) < 0.01
-# played = [-d["reward"] for d in demonstrations(Guess(max_guesses=n), Guess.records("train", 3200))]
+# played = [-d["reward"] for d in demonstrations(Guess(max_guesses=n, mistakes=1.0), Guess.records("train", 3200))]
 # assert abs(sum(played) / len(played) - random) < 0.15
 # ```
 #

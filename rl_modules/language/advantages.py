@@ -90,22 +90,25 @@ def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
 def turn_advantages(module: Any, rollout: dict[str, Any]) -> Tensor:
     """Returns the advantages of dialogues turn by turn, [B, L].
 
-    A_k = f(R_k), where f is the module's ``advantages`` and R_k what a dialogue's turns from k on earn, its reward
-    without that of earlier turns. A dialogue that has ended before turn k has R_k = 0; at the first turn A_k is the
-    dialogue's advantage.
+    A_k = f(R_k), where f is the module's ``advantages`` and R_k = r_k + γ R_{k+1} what a dialogue's turns from k on
+    earn, γ being ``turn_gamma``. A dialogue that has ended before turn k has R_k = 0; with γ = 1, A_0 is the dialogue's
+    advantage.
     """
     if "turn" not in rollout:
         raise UsageError("reward_to_go=true needs dialogues; give the datamodule an environment, or set it to false")
     reward, turn, names = rollout["reward"], rollout["turn"], rollout["reward_names"]
     weight = module.reward_weights[names.index("environment")] if module.reward_weights else 1.0
-    earned, unscored = rollout["turn_reward"] * weight, reward.isnan()
-    columns = []
-    for k in range(module.most_over_ranks(int(turn.max()) + 1)):
-        goes_on = (rollout["written"] & (turn >= k)).any(1)
-        left = torch.where(goes_on | unscored, reward - torch.where(turn < k, earned, 0.0).sum(1), 0.0)
+    turns, own_reward = module.most_over_ranks(int(turn.max()) + 1), rollout["turn_reward"] * weight
+    earned = torch.stack([torch.where(turn == k, own_reward, 0.0).sum(1) for k in range(turns)], 1)
+    last = torch.where(rollout["written"], turn, 0).amax(1, keepdim=True)
+    earned.scatter_add_(1, last, (reward - earned.sum(1)).unsqueeze(1))  # of reward functions
+    earned.masked_fill_(reward.isnan().unsqueeze(1), torch.nan)
+    columns, left = [], torch.zeros_like(reward)
+    for k in reversed(range(turns)):
+        left = earned[:, k] + module.turn_gamma * left
         everyone = module.gathered(left)
         own = slice(module.global_rank * len(left), (module.global_rank + 1) * len(left))
-        columns.append(require_advantages(module.advantages(everyone, rollout["num_generations"]), everyone, 1)[own])
+        columns.insert(0, require_advantages(module.advantages(everyone, rollout["num_generations"]), everyone, 1)[own])
     return torch.stack(columns, 1).gather(1, turn)
 
 

@@ -19,6 +19,7 @@ from rl_modules.language.grpo_arguments import (
     without_clip,
     without_correction,
     without_epsilon,
+    without_reward_to_go,
     without_sapo,
 )
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
@@ -94,6 +95,9 @@ class GRPO(PolicyWithReference):
     reward_to_go: bool = setting(
         False, "of dialogues: advantage of each turn from what it and later turns earn, in place of the dialogue's "
         "reward; the baseline is that of the group's returns from the same turn on")  # fmt: skip
+    turn_gamma: float = setting(
+        1.0, "γ of ``reward_to_go``, per turn; -1: the turns alternate between two players, and what one earns "
+        "the other loses", least=-1, most=1, idle=without_reward_to_go)  # fmt: skip
     top_entropy_quantile: float = setting(
         1.0, "share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
         "all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term and in the number "

@@ -67,6 +67,11 @@ def without_sapo(module: Any) -> str | None:
     return "without loss_type='sapo'; set that" if module.loss_type != "sapo" else None
 
 
+def without_reward_to_go(module: Any) -> str | None:
+    """The reason why a discount of turns is idle."""
+    return None if module.reward_to_go else "without reward_to_go=true; set that"
+
+
 def without_correction(module: Any) -> str | None:
     """The reason why bounds on importance weights are idle."""
     return None if module.correction != "none" else "without an importance_sampling_correction; set that"

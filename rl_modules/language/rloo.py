@@ -44,7 +44,7 @@ class RLOO(GRPO):
         "given)")  # fmt: skip
     epsilon_high: float | None = changed(says="ε_high of the upper side; None: ``epsilon``")
     loss_type, importance_sampling_level = own("grpo"), own("token")
-    reward_to_go = own(False)
+    reward_to_go, turn_gamma = own(False), own(1.0)
     scale_rewards, advantages, top_entropy_quantile = own("group"), own(staticmethod(rloo)), own(1.0)
     kl_estimator, use_bias_correction_kl = own("k1"), own(False)
     sapo_temperature_pos, sapo_temperature_neg = own(1.0), own(1.0)

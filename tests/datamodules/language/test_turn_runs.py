@@ -66,8 +66,9 @@ def test_the_gradient_is_that_of_the_dialogue_as_one_text(folder):
     torch.testing.assert_close(moved, gradient, atol=1e-6, rtol=2e-3)
 
 
-def test_advantages_per_turn_are_of_what_is_still_earned(folder):
-    module = module_of(GRPO, folder, reward_to_go=True, scale_rewards="none")
+@pytest.mark.parametrize("gamma", [1.0, 0.5, -1.0])
+def test_advantages_per_turn_are_of_what_is_still_earned(folder, gamma):
+    module = module_of(GRPO, folder, reward_to_go=True, turn_gamma=gamma, scale_rewards="none")
     seen = rollouts_of(module)
     fit(module, data_of("Short"), max_steps=1)
     rollout, fields = seen[0]
@@ -76,8 +77,8 @@ def test_advantages_per_turn_are_of_what_is_still_earned(folder):
     for row, own in enumerate(rewards):
         group = rewards[row // 4 * 4 : row // 4 * 4 + 4]
         for k in range(len(own)):
-            returns = [math.fsum(other[k:]) for other in group]
-            expected = math.fsum(own[k:]) - sum(returns) / 4
+            returns = [math.fsum(gamma**j * earned for j, earned in enumerate(other[k:])) for other in group]
+            expected = returns[row % 4] - sum(returns) / 4
             places = rollout["written"][row] & (rollout["turn"][row] == k)
             assert fields["advantage"][row][places].tolist() == pytest.approx([expected] * int(places.sum()), abs=1e-5)
     with pytest.raises(UsageError, match="reward_to_go=true needs dialogues"):

@@ -3,9 +3,9 @@ from itertools import product
 
 import pytest
 
-from datamodules.language.worlds import Arithmetic, Guess, Islands, TextMaze, demonstrations
+from datamodules.language.worlds import Arithmetic, Guess, Islands, Nim, TextMaze, demonstrations
 
-WORLDS = [TextMaze, Guess, Arithmetic, Islands]
+WORLDS = [TextMaze, Guess, Nim, Arithmetic, Islands]
 
 
 def said(text):
@@ -100,10 +100,47 @@ def test_every_number_is_asked_equally_often():
     assert sorted(asked) == sorted([*range(1, 65)] * 2) and asked != sorted(asked)
 
 
-def test_the_scripted_guesser_is_consistent_with_what_it_was_told():
-    """Random binary search takes 2 (1 + 1/n) H_n - 3 guesses on average (Knuth, TAOCP 3, 6.2.2)."""
-    world = Guess(max_guesses=64)
+@pytest.mark.parametrize("mistakes", [0.0, 0.75, 1.0])
+def test_the_scripted_guesser_is_consistent_with_what_it_was_told(mistakes):
+    """Compared with the expectation over all intervals; of random guesses alone it is 2 (1 + 1/n) H_n - 3 (Knuth,
+    TAOCP 3, 6.2.2), of middles alone the optimum."""
+    total = [0.0]
+    for size in range(1, 65):
+        of = [size + total[guess - 1] + total[size - guess] for guess in range(1, size + 1)]
+        total.append(mistakes * sum(of) / size + (1 - mistakes) * of[(size + 1) // 2 - 1])
+    if mistakes == 1:
+        assert total[64] / 64 == pytest.approx(2 * (1 + 1 / 64) * sum(1 / i for i in range(1, 65)) - 3)
+    if mistakes == 0:
+        assert total[64] / 64 == Guess.optimum(64)
+    world = Guess(max_guesses=64, mistakes=mistakes)
     records = Guess.records("train", 6400)
     mean = -sum(d["reward"] for d in demonstrations(world, records)) / len(records)
-    expected = 2 * (1 + 1 / 64) * sum(1 / i for i in range(1, 65)) - 3
-    assert mean == pytest.approx(expected, abs=0.1)
+    assert mean == pytest.approx(total[64] / 64, abs=0.1)
+
+
+# ---------------------------------------------------------------- nim
+
+
+def wins(stones):
+    """Whether the player to move wins, by search of all games."""
+    return any(taken == stones or not wins(stones - taken) for taken in (1, 2, 3) if taken <= stones)
+
+
+def test_the_perfect_opponent_loses_only_to_perfect_play():
+    """All replies to it, against a search of the game."""
+    for stones in range(1, 14):
+        results = set()
+
+        def follow(record, moves, results=results):
+            for taken in "123":
+                *_, earned, done = play(Nim(brief=True), record, [*moves, taken])
+                results.add(earned) if done else follow(record, [*moves, taken])
+
+        follow({"stones": stones, "perfect": True}, [])
+        assert (1.0 in results) == wins(stones)
+    assert all(wins(record["stones"]) for record in Nim.records("test", 30))
+
+
+def test_the_policy_s_own_games_end_at_the_last_stone_or_a_wrong_move():
+    assert play(Nim(brief=True), {"stones": 6}, ["3", "1", "2"]) == (["3", "2", None], 1.0, True)
+    assert play(Nim(), {"stones": 2}, ["3"])[1:] == play(Nim(), {"stones": 9}, ["1", "none"])[1:] == (-1.0, True)
