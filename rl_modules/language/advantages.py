@@ -103,7 +103,8 @@ def turn_advantages(module: Any, rollout: dict[str, Any]) -> Tensor:
     last = torch.where(rollout["written"], turn, 0).amax(1, keepdim=True)
     earned.scatter_add_(1, last, (reward - earned.sum(1)).unsqueeze(1))  # of reward functions
     earned.masked_fill_(reward.isnan().unsqueeze(1), torch.nan)
-    columns, left = [], torch.zeros_like(reward)
+    columns: list[Tensor] = []
+    left = torch.zeros_like(reward)
     for k in reversed(range(turns)):
         left = earned[:, k] + module.turn_gamma * left
         everyone = module.gathered(left)
