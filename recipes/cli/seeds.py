@@ -68,14 +68,14 @@ def seeds_command(words: Sequence[str]) -> None:
     def stop(signum: int, _: Any) -> None:
         for process in processes:
             process.send_signal(signum)
-        raise KeyboardInterrupt
+        raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, stop)  # a terminal sends Ctrl-C to the runs itself
     pool = ThreadPoolExecutor(jobs)
     try:
         for seed, future in [(seed, pool.submit(train, seed)) for seed in folders]:
             print(f"seed {seed}: {future.result()}", flush=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         resume = [] if "--resume" in common else ["--resume"]
         print(f"stopped; resume with\n  {shlex.join(['rl', 'fit', *words, *resume])}", file=sys.stderr)
         raise

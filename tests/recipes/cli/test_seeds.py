@@ -1,6 +1,9 @@
 """``rl fit --seeds``: a run per seed, and their table."""
 
+import os
+import signal
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -70,3 +73,37 @@ def test_a_failed_seed_is_named(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit):
         main([*RUN, "--seeds=2", "--jobs=2", "--model.learning_rate=1e30"])
     assert "seed 0 failed: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_runs_and_tells_how_to_resume(
+    signum: int, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+
+    class Run:
+        """A run that lasts until a signal reaches it, as a terminal's Ctrl-C does."""
+
+        returncode = 1
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.ended = Event()
+
+        def communicate(self) -> tuple[str, str]:
+            os.kill(os.getpid(), signum)
+            if signum == signal.SIGTERM:
+                assert self.ended.wait(30)
+            return "", ""
+
+        def send_signal(self, number: int) -> None:
+            got.append(number)
+            self.ended.set()
+
+    monkeypatch.setattr(seeds.subprocess, "Popen", Run)
+    with pytest.raises(SystemExit) as end:
+        main([*RUN, "--seeds=3"])
+    assert end.value.code == code
+    assert got == ([signum] if signum == signal.SIGTERM else [])
+    said = capsys.readouterr().err
+    assert "stopped; resume with\n  rl fit" in said
+    assert said.strip().endswith("--seeds=3 --resume")
