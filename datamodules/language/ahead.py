@@ -13,11 +13,7 @@ Write = Callable[[int], Completions]
 
 
 class WrittenAhead(Stateful):
-    """A queue of rounds, which one thread writes in turn, or which are written on request.
-
-    A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which are
-    written again: no prompt is left out or used twice.
-    """
+    """A queue of rounds that a thread or a request writes. A checkpoint holds them, of unwritten ones the prompts."""
 
     #: Of each round the place of its ``first`` prompt in the stream, and what is ``written``, None until it is.
     rounds: list[dict[str, Any]] = persistent([])

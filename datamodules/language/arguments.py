@@ -155,9 +155,7 @@ class LanguageArguments(Experience):
 
 
 def require_held_out(data: Any, fits: bool) -> None:
-    """Refuses to evaluate a run on its training rows, unless the arguments request it; prints a message if
-    ``eval_path`` is the file of ``path``.
-    """
+    """Refuses to evaluate a run on its training rows, unless ``eval_path`` asks for it; then prints a message."""
     if isinstance(data.eval_path, dict):
         return
     if data.eval_path is not None:

@@ -139,9 +139,7 @@ class LanguageDataModule(LanguageArguments):
         return self.stream is not None or isinstance(self.train_records, EncodedRecords)
 
     def load_split(self, split: str, n: int | None, as_read: bool = False) -> list[Record] | EncodedRecords:
-        """Returns ``n`` ``train`` or ``test`` records of the source, or all, with prompts as token ids in
-        ``prompt_ids``; under ``as_read`` those of a large source are encoded when they are asked for.
-        """
+        """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
         training = split == "train"
         # A task compares texts.
         is_task = self.task is not None and self.mixture is None
@@ -179,9 +177,7 @@ class LanguageDataModule(LanguageArguments):
         return encoded
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Converts a row of a file or dataset to the form of a record, before its columns are checked; ``place`` is
-        its file and line, for messages.
-        """
+        """Converts a row of a file or dataset, found at ``place``, to a record's form before its checks."""
         return row
 
     @property
@@ -216,9 +212,7 @@ class LanguageDataModule(LanguageArguments):
         return self._encoder
 
     def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """Token ids of the records' prompts, and for each named column of the answers to them; see
-        :meth:`TextEncoder.answered`.
-        """
+        """Token ids of the records' prompts and of the named columns' answers; see :meth:`TextEncoder.answered`."""
         if records and not self._warned_of_ends:
             self._warned_of_ends = note_demonstrations(self.encoder, self.source)
         prompts = [record["prompt"] for record in records]
@@ -247,9 +241,7 @@ class LanguageDataModule(LanguageArguments):
         return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
 
     def training_loader(self, steps: int, micro_batches: Callable[[], Iterator[Batch]]) -> LazyLoader:
-        """Returns a loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches, which
-        ``micro_batches`` makes for an epoch.
-        """
+        """Returns a loader of optimizer steps in micro-batches, which ``micro_batches`` makes for an epoch."""
         n_micro = self._n_micro
 
         def of_an_epoch() -> Iterator[Batch]:
@@ -321,9 +313,7 @@ class LanguageDataModule(LanguageArguments):
         return LazyLoader(len(batches), play)
 
     def own_held_out(self, records: int, per_batch: int) -> list[range]:
-        """Returns the numbers of this rank's held-out records, in batches; every rank has as many batches, the last of
-        which may have one record more.
-        """
+        """Returns the numbers of this rank's held-out records in batches, as many on every rank."""
         rank, ranks = self._rank, self._world_size
         share, rest = divmod(records, ranks)
         if not share:
@@ -340,9 +330,7 @@ class LanguageDataModule(LanguageArguments):
         return [range(start, stop) for start, stop in zip(starts, [*starts[1:], last], strict=True)]
 
     def write(self, records: list[Record], numbers: list[int]) -> Batch:
-        """Returns completions of some held-out records, with the evaluation's own sampling settings and seeds: what
-        :meth:`judge` returns, the texts' tokens, and what the reward functions logged.
-        """
+        """Returns what :meth:`judge` does of some held-out records, their tokens, and what reward functions logged."""
         k = self.eval_num_generations
         settings = {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
         if self.eval_max_completion_length is not None:
@@ -379,9 +367,7 @@ class LanguageDataModule(LanguageArguments):
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
     ) -> Batch:
-        """Decodes and scores a sampler's completions of P records' prompts, unless ``early`` has their rewards. Returns
-        the fields of ``rl_modules.language.contract.JudgedCompletions`` without the texts' tokens and ``logged``.
-        """
+        """Decodes and scores completions of P prompts: the contract's ``JudgedCompletions`` without tokens and logs."""
         k = num_generations
         if not self._warned_of_texts:
             self._warned_of_texts = True
@@ -469,11 +455,7 @@ class LanguageDataModule(LanguageArguments):
         return {"ranks": gather_ranks(own, self._rank, self._world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            UsageError: the checkpoint has another number of ranks, or steps of another size.
-        """
+        """The inverse of :meth:`state_dict`; a UsageError for another number of ranks, or steps of another size."""
         if not self.is_fitting:
             return
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)

@@ -23,8 +23,7 @@ class Call:
 def message_parser(tokenizer: Any, tools: Sequence[Any] | None = None) -> Callable[[str, str], Message]:
     """Returns a function ``(text, prompt) -> message`` for what a model wrote after a prompt, both with special tokens.
 
-    The tokenizer's own ``response_template`` parses it where it has one, by the ``tools``' JSON schemas; else the
-    parser of the format that its chat template writes. A call that can't be read is a call with an ``error``.
+    It parses by the tokenizer's ``response_template`` and the ``tools``' schemas, else in its chat template's format.
     """
     if getattr(tokenizer, "response_template", None) is None:
         form, special = format_of(tokenizer), [token for token in tokenizer.all_special_tokens if token]
@@ -51,9 +50,8 @@ def format_of(tokenizer: Any) -> str:
 def message_of(text: str, form: str | None = None, special: Sequence[str] = ()) -> Message:
     """Returns a text as a message with ``content``, and where there are any ``reasoning_content`` and ``tool_calls``.
 
-    What stands before ``</think>`` is reasoning, in which no call counts. A call that can't be read has the key
-    ``error``, a sentence for the model. ``form`` is a name in ``FORMATS``; None: the one whose marker stands in the
-    text, which may have ``special`` tokens.
+    A call that can't be read has the key ``error``, a sentence for the model. ``form`` is a name in ``FORMATS``; None:
+    the one whose marker stands in the text.
     """
     if form is not None and form not in FORMATS:
         raise UsageError(f"format {form!r} of tool calls must be one of {', '.join(FORMATS)}"

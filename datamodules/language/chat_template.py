@@ -17,9 +17,7 @@ TEMPLATE_LIMIT_S = 5.0
 def render(
     tokenizer: Any, messages: Messages, record: Mapping[str, Any], settings: Mapping[str, Any], **how: Any
 ) -> Any:
-    """What a tokenizer's chat template makes of messages, with the record's ``tools``, and the variables of
-    ``settings`` and of the record's ``chat_template_kwargs``.
-    """
+    """What a chat template makes of messages with ``settings``, a record's ``tools`` and its own settings."""
     if tokenizer.chat_template is None:
         raise UsageError("the prompts or answers are chat messages, but the tokenizer has no chat template; give "
                          "texts, or another tokenizer")  # fmt: skip
@@ -61,11 +59,7 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
 
 @contextmanager
 def _time_limit(what: str) -> Iterator[None]:
-    """Ends Python code that takes too long with an error; in another thread than the main one there is no limit.
-
-    A timer of the process's own time interrupts a loop where it is, needs no second thread or process for each of
-    millions of conversations, and leaves the alarm of real time to others.
-    """
+    """Ends Python code that takes too much processor time with an error; only in the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -137,9 +131,7 @@ def refuse_loss(message: Mapping[str, Any], rendered: str) -> None:
 
 
 def why_no_beginning(turn: int, text: str, whole: str) -> str:
-    """A sentence that says why a conversation's tokens do not begin with those of its beginning up to an assistant's
-    message: ``text`` and ``whole`` are both as the template renders them.
-    """
+    """Says why the tokens of a conversation up to an assistant's message do not begin those of the ``whole``."""
     if whole.startswith(text):
         return (f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
                 f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "

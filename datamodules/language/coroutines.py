@@ -21,17 +21,13 @@ class RunEnded(BaseException):
 
 
 class EventLoop:
-    """An event loop in a thread of its own, opened by the first coroutine; all coroutines of a run share it, so that a
-    client, lock or session that one call opens works in the next ones.
-    """
+    """An event loop in a thread of its own, which all coroutines share: a session that one opens works in the next."""
 
     def __init__(self) -> None:
         self._opened: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
 
     def start(self, call: Callable[[], Awaitable[Any]], limit_s: float | None) -> Callable[[], Any]:
-        """Starts the coroutine that a call returns, beside those that run already; returns a function that waits for
-        its value, or raises its error, or :class:`TooLong`.
-        """
+        """Starts a coroutine; returns a function that waits for its value, or raises its error or :class:`TooLong`."""
         with _OPENING:
             if self._opened is None or not self._opened[2].is_alive():
                 serving = _Serving()

@@ -13,11 +13,7 @@ from rl_modules.common.seeding import stream_seed
 
 
 class Demonstrations:
-    """An endless shuffled stream of prompts with completions of ``ptx_path`` or the datamodule's records, in equal
-    parts for every optimizer step.
-
-    The demonstrations of a step depend only on the seed, the step and the rank, so there is no state to store.
-    """
+    """An endless shuffled stream of demonstrations; those of a step depend only on the seed, the step and the rank."""
 
     def __init__(self, data: Any) -> None:
         self.per_step, self.seed = data.ptx_batch_size, data.seed
@@ -45,10 +41,7 @@ class Demonstrations:
                          "it")  # fmt: skip
 
     def parts(self, step: int, rank: int, ranks: int, n_micro: int, pad_id: int) -> list[dict[str, Any]]:
-        """One step's demonstrations of one rank, divided over its micro-batches: of each ``ptx_tokens`` [b, T],
-        ``ptx_counted`` (places in the flattened tokens that count), and ``ptx_step_tokens``, how many count in the
-        whole step, averaged over ranks.
-        """
+        """A step's demonstrations in micro-batches: ``ptx_tokens`` [b, T], ``ptx_counted`` [m], ``ptx_step_tokens``."""
         size = self.per_step * ranks
         index = self._stretch(step * size, size)
         step_tokens = int(self.sequences.counted[index].sum()) / ranks

@@ -23,9 +23,7 @@ from rl_modules.language.sampling.turns import Further
 
 @dataclass
 class Limits:
-    """Most turns of a dialogue, and tokens of each; of a whole dialogue after its first prompt, in tokens; and of the
-    model's context.
-    """
+    """Most turns of a dialogue, tokens of a turn, tokens after the first prompt, and tokens of the model's context."""
 
     turns: int
     turn_tokens: int
@@ -62,11 +60,7 @@ class Row:
 
 
 class Dialogues:
-    """Writes dialogues: the model's part by a sampler, the other by environments.
-
-    An environment that raises or takes too long ends its dialogue, which gets no reward. ``patience_s`` is how long
-    decoding waits for an answer while other dialogues could go on.
-    """
+    """Writes dialogues: the model's part by a sampler, the other by environments; one that fails gets no reward."""
 
     def __init__(
         self, calls: EnvironmentCalls, encoder: TextEncoder, stops: Sequence[int], name: str, patience_s: float
@@ -79,9 +73,7 @@ class Dialogues:
         self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int], num_generations: int,
         limits: Limits, pad_token_id: int,
     ) -> Completions:  # fmt: skip
-        """Writes ``num_generations`` dialogues of each record's prompt, each with a seed, by the policy's ``act``; the
-        first seed of a prompt gives the ``start_seed`` of its records.
-        """
+        """Writes dialogues of records' prompts by the policy's ``act``; a prompt's first seed is its start's."""
         rows = []
         for i, seed in enumerate(seeds):
             start = stream_seed(seeds[i - i % num_generations], 0, "start")
@@ -278,9 +270,7 @@ def environment(
 
 
 def with_rewards(records: Sequence[Record], written: Completions, by_token: bool) -> list[Record]:
-    """A record per dialogue, with the column ``environment_reward``: the sum over its turns, or a number per token;
-    None where the environment has failed.
-    """
+    """Records with ``environment_reward``: the sum over turns, or a number per token; None of a failed environment."""
     assert written.dialogues is not None and written.turn_reward is not None
     rows, lengths = written.turn_reward.tolist(), written.length.tolist()
     earned: list[Any] = []
@@ -291,9 +281,7 @@ def with_rewards(records: Sequence[Record], written: Completions, by_token: bool
 
 
 def dialogue_metrics(written: Completions) -> dict[str, tuple[float, int]]:
-    """Mean number of turns, shares of dialogues that failed, and that reached ``max_turns`` or the limit of tokens, and
-    tokens of the environment per dialogue, each with the number of dialogues.
-    """
+    """Mean turns, shares that failed and were truncated, and the environment's tokens per dialogue, with the number."""
     assert written.dialogues is not None and written.written is not None
     n = len(written.dialogues)
     ends = [dialogue["ended"] for dialogue in written.dialogues]

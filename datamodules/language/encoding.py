@@ -53,10 +53,7 @@ class TextEncoder:
     def prompts(
         self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, texts or chat messages, up to the place where the model continues: a last message that
-        is the assistant's (a prefill), or else the assistant's turn, which the template opens. The template reads the
-        columns ``tools`` and ``chat_template_kwargs`` of their records.
-        """
+        """Token ids of texts or messages up to where the model continues: a prefill, or an opened assistant's turn."""
         if not prompts:
             return []
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
@@ -81,14 +78,11 @@ class TextEncoder:
         records: Sequence[Mapping[str, Any]] | None = None,
         complete: bool = True,
     ) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """Token ids of prompts and of answers to them.
+        """Token ids of prompts and of answers to them; ``complete`` refuses answers that the template renders in part.
 
-        Where a prompt or an answer is messages, or texts go through the chat template, the template renders both
-        together and its tokens are divided where they differ from those of the prompt with an opened assistant's turn.
-        The end of the turn is then the template's. Other answers are tokenized separately from their prompts, because
-        generation also starts at this boundary, and end with the EOS token; one that is written out counts. A prompt's
-        beginning is shared by its answers of all ``sides``. ``complete`` refuses answers of which the template leaves
-        something out.
+        The template renders prompt and answer together, and the tokens are divided where they differ from the prompt
+        with an opened turn. Without it answers are tokenized apart, as in generation, and end with the EOS token. A
+        prompt's beginning is shared by its answers of all ``sides``.
         """
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
         # A text goes through the chat template with an answer that does.
@@ -146,11 +140,10 @@ class TextEncoder:
     def _start(
         self, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int], prefilled: bool
     ) -> int:
-        """Number of the first token of an answer: where a conversation differs from its prompt with an opened turn.
+        """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from its ``opened``
+        prompt.
 
-        What the template writes to open the turn may be missing from the conversation. What it writes of the messages
-        ``before`` may not, nor the beginning of a message that the answer continues (``prefilled``). ``opened`` are the
-        tokens of the prompt with the opened turn, ``text`` and ``ids`` the conversation.
+        What opens the turn may be missing there; the messages ``before`` may not, nor a ``prefilled`` beginning.
         """
         start = common_length(opened, ids)
         if start == len(opened) < len(ids):
@@ -196,9 +189,7 @@ class TextEncoder:
         return self._tokens([rest], False, note=False)[0] if rest else []
 
     def unknown_end(self, stops: Collection[int]) -> str | None:
-        """The special token with which the chat template ends the assistant's turns, where it ends no completion, as
-        ``stops`` do.
-        """
+        """The special token with which the chat template ends turns, where it ends no completion, as ``stops`` do."""
         ids = self._tokens([self._end() or ""], False, note=False)[0]
         added = self.tokenizer.added_tokens_decoder
         special = [added[token].content for token in ids if token in added and added[token].special]
@@ -245,12 +236,10 @@ class TextEncoder:
     def conversation(
         self, messages: Messages, record: Mapping[str, Any], first: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation, and which of them the assistant wrote.
+        """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
 
-        The template's own ``{% generation %}`` blocks mark them. A template without them must render the beginning of a
-        conversation equally with and without later messages. Each assistant turn is then the text that is added to the
-        preceding messages with an opened assistant turn. An assistant message with ``weight: 0``, as OpenAI's format
-        has it, does not count, nor do turns before message number ``first``.
+        The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
+        messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
         """
         added = len(self.messages(messages)) - len(messages)
         messages, first = self.messages(messages), first + added
@@ -370,9 +359,7 @@ class TextEncoder:
 
 
 def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two modules encode texts equally, by a datamodule's ``encoding`` of each; their tokenizers are
-    separate objects.
-    """
+    """Whether two modules encode texts equally, by a datamodule's ``encoding`` of each."""
     tokenizers = one["tokenizer"], other["tokenizer"]
     alike = tokenizers[0] is tokenizers[1] or tokenizer_to_dict(tokenizers[0]) == tokenizer_to_dict(tokenizers[1])
     return alike and {**one, "tokenizer": None} == {**other, "tokenizer": None}

@@ -48,9 +48,7 @@ class Objects:
 
 
 class Worker:
-    """A process with environments of its own. One that hangs is ended, and in another one its other environments are
-    brought back to where they were by the same calls, unless they are not ``replayable``.
-    """
+    """A process with environments; where one hangs, a new process repeats the calls of ``replayable`` ones."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make, self._lock = make, threading.Lock()
@@ -120,9 +118,7 @@ def _work(pipe: Any, make: Callable[[], Environment]) -> None:
 
 
 class EnvironmentCalls:
-    """Calls environments that ``make`` makes, by number, many at once: in ``workers`` processes, or with 0 in threads
-    of this one. A call may take ``limit_s``; None: no limit.
-    """
+    """Calls environments by number in ``workers`` processes, or with 0 in threads, for at most ``limit_s`` each."""
 
     def __init__(self, make: Callable[[], Environment], workers: int, limit_s: float | None) -> None:
         self.limit_s = limit_s

@@ -83,9 +83,7 @@ def replayable(given: str | EnvironmentClass) -> bool:
 
 
 def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any]) -> Message:
-    """What the model wrote in a turn as the assistant's message for the environment; ``tools`` are the schemas of those
-    that it may call, and calls are read in the tokenizer's format.
-    """
+    """A turn of the model as the assistant's message, with the calls of ``tools`` that the tokenizer's format marks."""
     if not tools:
         return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
     return message_parser(tokenizer, tools)(tokenizer.decode(list(tokens)), "")

@@ -36,9 +36,7 @@ def read_jsonl(path: str | Path) -> Iterator[Placed]:
 
 
 class JsonlRows(ReadByNumber[Placed]):
-    """The rows of :func:`read_jsonl`, read by their number: only the places where lines begin are kept in memory, and
-    of a gzipped file, which can't be read from its middle, its unpacked bytes.
-    """
+    """The rows of :func:`read_jsonl` by number: only where lines begin is in memory, or a gzipped file's bytes."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -147,9 +145,7 @@ def _refusing(path: str | Path) -> Iterator[None]:
 
 
 def options_of_texts(file: str | Path) -> dict[str, Any]:
-    """Settings with which ``datasets`` reads each cell of csv files as text, the first of which names the columns. By
-    default it converts a column of numbers (007 to 7 and 1.50 to 1.5), and reads an empty cell, NA or null as missing.
-    """
+    """Settings with which ``datasets`` reads csv cells as text: else 007 becomes 7, and an empty cell or NA missing."""
     from datasets import Features, Value
 
     names = _header(file)
@@ -157,10 +153,7 @@ def options_of_texts(file: str | Path) -> dict[str, Any]:
 
 
 def _header(file: str | Path) -> list[str]:
-    """The names of a csv file's columns; a ValueError where the first row has more cells than names: pandas takes the
-    first cells for an index then, and gives each name its neighbour's cell. Or where a row has fewer: pandas reads the
-    missing ones as empty.
-    """
+    """The names of a csv file's columns; a ValueError where cells would be read under other names, or as empty."""
     import pandas
 
     table = pandas.read_csv(file, nrows=1, dtype=str, keep_default_na=False)
@@ -222,11 +215,9 @@ def describe_dataset(dataset: Any) -> str:
 def read_dataset(
     name: Any, config: str | None = None, split: str | None = None, where: str | None = None
 ) -> "list[Placed] | TableRows":
-    """The rows of a dataset, each with its place, which begins with ``where``; no code of the dataset is run.
+    """The rows of a hub name, directory, file or ``datasets`` object, each with its place; no code of it is run.
 
-    ``name`` is a hub name, a directory that ``save_to_disk`` wrote, a directory or file of parquet, csv or json, or an
-    object of ``datasets``; ``split`` a split or a part of it, ``train[:90%]``, or None for the only one. An
-    ``IterableDatasetDict`` gives a whole split, which is read to its end.
+    ``split`` is a split or a part of it, ``train[:90%]``, or None for the only one.
     """
     import datasets
 

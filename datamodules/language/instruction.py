@@ -100,9 +100,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         return [records[i] for i in self.fitting([len(first) + len(rest) for first, rest in map(_parts, records)])]
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Converts a row with ``messages``, or with a list of messages as completion, into a conversation with its
-        prompt. The prompt of a row with only ``text`` is the text's first word.
-        """
+        """Converts messages to a conversation with its prompt; of a row with only ``text`` that is the first word."""
         row = {name: value for name, value in row.items() if name not in ADDED}
         text = row.get("text")
         is_whole = "text" in row and all(row.get(k) is None for k in ("prompt", "messages"))
@@ -114,9 +112,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         return as_conversation(row, place)
 
     def _check_ends(self) -> None:
-        """Reports if no conversation's counted tokens include one that ends completions: the model would not learn to
-        end them. Needs the model, whose generation config may name several.
-        """
+        """Reports if no conversation's counted tokens include one that ends completions, by the generation config."""
         # Of a large file the first ones: they are encoded when they are read.
         records = islice(self.train_records, 1000) if self.stream is None else self.stream.first(self.batch_size)
         learned = [record for record in records if "conversation" in record]
@@ -194,9 +190,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         return LazyLoader(len(written) + len(shown), lambda: chain(written, shown))
 
     def held_out_demonstrations(self) -> LazyLoader:
-        """Returns this rank's share of the held-out demonstrations, with the fields of :meth:`Sequences.batch`; nothing
-        where the held-out records have no completions.
-        """
+        """Returns this rank's held-out demonstrations, as of :meth:`Sequences.batch`; none without completions."""
         if any("completion_ids" not in record for record in self.eval_records):
             return LazyLoader(0, lambda: iter(()))
         return self.held_out(self.eval_table.total.argsort(stable=True))

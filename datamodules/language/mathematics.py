@@ -38,9 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_equal(text: str, reference: str) -> float | None:
-    """1.0 if the answer in a text equals a reference, 0.0 if not or if the comparison takes too long; None where the
-    reference is no mathematics. The answer is what stands in ``<answer>`` tags; without tags math-verify looks for it.
-    """
+    """1.0 if the answer in a text equals a reference, 0.0 if not or too slow to tell; None: no mathematics."""
     is_main = threading.current_thread() is threading.main_thread()
     return _compare(text, reference, LIMIT_S) if is_main else _ask(text, reference)
 
@@ -57,9 +55,7 @@ def _compare(text: str, reference: str, limit_s: int) -> float | None:
 
 
 def _mathematics(text: str, limit_s: int) -> list[Any]:
-    """Parses a short text. LaTeX may lack the dollars without which math-verify reads only a part of it, such as the 2
-    of 2√3, unless the text has words.
-    """
+    """Parses a short text, LaTeX also without dollars, where math-verify would read only the 2 of 2√3."""
     from math_verify import parse
 
     forms = [text] if _has_words(text) else [f"${text}$", text]

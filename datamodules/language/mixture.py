@@ -126,9 +126,7 @@ class Mixture(Task):
         return [func for source in self.sources.values() for func in source.rewards]
 
     def first_reward(self, records: Sequence[Record], rewards: Tensor) -> Tensor:
-        """Returns the reward that decides whether each of B completions is right: of [B, F] that of its source's first
-        function, or else of the first that applies to all.
-        """
+        """Returns the first reward of each completion's source (else the first of all), of rewards [B, F]: [B]."""
         first, end = dict[str, int](), 0
         for name, source in self.sources.items():
             if source.rewards:
@@ -187,9 +185,7 @@ def of_source(func: RewardFunction, source: str) -> RewardFunction:
 def by_source(
     records: Sequence[Record], sources: Sequence[str], names: Sequence[str], rewards: Tensor, correct: Tensor | None
 ) -> dict[str, tuple[float, int]]:
-    """Returns metrics of each source's completions, of the B records, and of how many of them: ``<source>/pass@1`` by
-    ``correct`` [B], and the means of ``rewards`` [B, F] on the CPU whose functions apply to several sources.
-    """
+    """Means and weights by source: ``<source>/pass@1`` of ``correct`` [B], and shared functions' rewards [B, F]."""
     found: dict[str, tuple[float, int]] = {}
     for source in sources:
         rows = [i for i, record in enumerate(records) if record.get(SOURCE) == source]
@@ -215,11 +211,7 @@ def shares(weights: Sequence[float], n: int) -> list[int]:
 
 
 class MixedOrder(EndlessOrder):
-    """An endless stream in which each source has its share of every 1,024 positions, in an order of its own.
-
-    ``segments`` returns the weights of curricula: lists of the first position, the number of each source's records
-    before it, and the weights from there on.
-    """
+    """A stream in which each source has its share of 1,024 positions, by the weights of ``segments``."""
 
     def __init__(
         self, seed: int, records: Sequence[Record], weights: dict[str, float], segments: Callable[[], list[Any]]

@@ -13,16 +13,12 @@ log = logging.getLogger(__name__)
 
 @rank_zero_only
 def notice(text: str) -> None:
-    """Logs a warning on rank 0: without any logging configured Python writes it to standard error. Lightning's own
-    ``rank_zero_info`` is silenced by ``rl fit`` together with Lightning's messages.
-    """
+    """Logs a warning on rank 0, which ``rl fit`` does not silence as it does Lightning's ``rank_zero_info``."""
     log.warning(visible(text))
 
 
 def note_completions(encoder: Any, source: str, stops: Collection[int], are_scored: bool) -> None:
-    """Reports an end of turn that ends no completion (``stops`` do), and tags that the texts of completions leave out,
-    where reward functions read these.
-    """
+    """Reports an end of turn that ends no completion (``stops`` do), and tags that completions' texts leave out."""
     tokenizer = encoder.tokenizer
     if encoder.chats and (end := encoder.unknown_end(stops)) is not None:
         known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(stops))))

@@ -14,10 +14,7 @@ _OWN_INTERVAL = "_interval_of_eval_steps"
 
 
 class EndlessOrder:
-    """Endless passes over records, each in a different order, which is the same on every rank.
-
-    A pass's order depends only on the seed and the pass, so the state of a run is one number.
-    """
+    """Endless passes over records, each in an order that depends on the seed and the pass alone."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -42,9 +39,7 @@ def whole_steps(n: int, step: int) -> int:
 
 
 def announce_rest(trainer: Any, n: int, step: int, fate: str) -> None:
-    """Reports if a tenth of the records or more is in no step of a pass, or if records repeat within a step, where
-    ``max_epochs`` ends the run: only then the records that a pass leaves out matter.
-    """
+    """Reports if a pass leaves out a tenth of the records or more, or repeats some in a step, in a run of epochs."""
     if (getattr(trainer, "max_epochs", None) or -1) <= 0:
         return
     rest = n - whole_steps(n, step) * step
@@ -55,9 +50,7 @@ def announce_rest(trainer: Any, n: int, step: int, fate: str) -> None:
 
 
 def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:
-    """Makes a fit evaluate after every ``steps`` optimizer steps (0: never), where Lightning counts micro-batches, and
-    before the first update too.
-    """
+    """Makes a fit evaluate after every ``steps`` optimizer steps (0: never), and before the first update."""
     evaluate_on_start(trainer, on_start and steps > 0)
     # Lightning sets no number where the interval is a time.
     given = getattr(trainer, "val_check_interval", "a time")

@@ -100,9 +100,7 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
             yield step[position % n_micro]
 
     def _step(self, number: int) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step: :meth:`batch`, :meth:`step_fields` and ``n_micro``;
-        ``num_tokens`` comes once, with the last one.
-        """
+        """This rank's micro-batches of one optimizer step; ``num_tokens`` comes once, with the last one."""
         n_micro = self._n_micro
         records: Sequence[Record]
         if self.reads_as_needed:
@@ -128,17 +126,13 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         return range(number * self._step_size, (number + 1) * self._step_size)
 
     def rows_of_step(self, number: int) -> Tensor:
-        """Returns the training records of an optimizer step, counted from the start of the run, over all ranks,
-        [batch_size · ranks]; they depend on it, the seed and the source alone.
-        """
+        """Returns the training records of an optimizer step of the run, over all ranks, [batch_size · ranks]."""
         return torch.tensor([self.record_at(position) for position in self.positions(number)])
 
     # ---------------------------------------------------------------- evaluation
 
     def held_out(self, order: Tensor) -> LazyLoader:
-        """Returns this rank's share of the held-out records as batches; every rank has as many. Neighbours in ``order``
-        go to different ranks.
-        """
+        """Returns this rank's share of the held-out records in batches; neighbours go to different ranks."""
         sizes = [len(part) for part in self.own_held_out(len(order), self.eval_batch_size)]
         parts = order[self._rank :: self._world_size][: sum(sizes)].split(sizes)
         table, records = self.eval_table, self.eval_records

@@ -144,9 +144,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         self.demonstration_ids = []
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Converts any form of a preference to ``prompt`` and two answers, or ``completion`` and ``label``; checks the
-        values.
-        """
+        """Converts any form of a preference to ``prompt`` and two answers, or ``completion`` and ``label``."""
         if row.get("prompt_ids") is not None:
             single = self.unpaired and row.get("chosen_ids") is None
             sides = ("completion",) if single else ("chosen", "rejected")
@@ -163,9 +161,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return 2 if self.unpaired and any("chosen" in record for record in islice(records, 100)) else 1
 
     def encode(self, records: list[Record]) -> list[Record]:
-        """Adds both sequences as token ids; refuses or drops pairs that are too long, and drops pairs of equal
-        answers.
-        """
+        """Adds token ids; refuses or drops pairs that are too long, and drops pairs of equal answers."""
         if self.unpaired:
             return self._encode_judgements(unpair(records))
         prompts, (chosen, rejected) = self.encode_answers(records, "chosen", "rejected")
@@ -183,12 +179,9 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
                 for i in different]  # fmt: skip
 
     def _encode_judgements(self, records: list[Record]) -> list[Record]:
-        """Adds token ids to single answers: the prompt's, the answer's as ``chosen_ids``, and another record's answer's
-        as ``rejected_ids``.
+        """Adds token ids to judged answers (``chosen_ids``) and, as ``rejected_ids``, the answer to another prompt.
 
-        The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the first
-        record with another prompt, starting half the source away, because answers to one prompt are often adjacent. It
-        is fixed, so that reference log-probabilities are computed once; one that does not fit after the prompt is cut.
+        The mismatched answers estimate KL(π || π_ref). They are fixed, so that the reference reads them once.
         """
         prompts, (answers,) = self.encode_answers(records, "completion")
         prompts, (answers,) = self.shortened(prompts, answers)
@@ -215,9 +208,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return [list(record["prompt_ids"]) for record in records], sides
 
     def shortened(self, prompts: list[list[int]], *sides: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-        """Prompts and answers cut to ``limit`` tokens together under ``overlong="truncate"``; an answer without a token
-        left stays whole, so that its record is dropped.
-        """
+        """Prompts and answers cut to ``limit`` tokens together; an answer without a token left stays, to be dropped."""
         if self.overlong != "truncate":
             return prompts, list(sides)
         if not isinstance(self.policy, PredictsAnswers):
@@ -270,9 +261,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return pairs
 
     def batch(self, table: Pairs, records: Sequence[Record], index: Tensor, packs: bool) -> Batch:
-        """Returns some pairs: the fields of :meth:`Pairs.batch`, ``margin`` and ``probability`` [b], of judgements
-        ``label`` [b], and ``index`` [b] of loaded ones.
-        """
+        """Returns some pairs: :meth:`Pairs.batch`, ``margin``, ``probability``, ``label`` and ``index`` [b]."""
         chosen = [records[i] for i in index.tolist()]
         known = [record.get("probability") for record in chosen]
         batch = {
@@ -330,9 +319,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return LazyLoader(len(batches), play)
 
     def demonstrations(self) -> LazyLoader:
-        """Yields this rank's share of the demonstrations in batches of ``tokens`` [b, T], ``length`` [b] and ``weight``
-        [b]. Every rank has as many; the last ones' weight may be 0.
-        """
+        """Yields this rank's demonstrations: ``tokens`` [b, T], ``length`` [b], ``weight`` [b] (0: filling)."""
         ids, world = sorted(self.demonstration_ids, key=len), self._world_size
         share, size = -(-len(ids) // world), self.eval_batch_size
 
@@ -370,9 +357,7 @@ def unpair(records: list[Record]) -> list[Record]:
 
 
 def mismatched(prompts: list[list[int]]) -> list[int]:
-    """For each of several prompts the number of another one: the first that differs, starting half the list away; where
-    all prompts are equal, the one half the list away.
-    """
+    """For each prompt the number of another one, by which its answers are compared, from half the list away on."""
     n, half = len(prompts), len(prompts) // 2
     if all(prompt == prompts[0] for prompt in prompts):
         return [(i + half) % n for i in range(n)]

@@ -321,9 +321,7 @@ class PromptDataModule(LanguageDataModule):
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
-        """Refuses a generation 0 of several prompts without any reward. No function may apply to a later generation or
-        to a single prompt, and a resumed run begins with a later one.
-        """
+        """Refuses a first generation of several prompts without any reward."""
         prompts, names = rollout["prompts"], self.rewards.names
         if not names or (self._world_size == 1 and len(set(prompts)) == 1):
             return
@@ -422,9 +420,7 @@ class PromptDataModule(LanguageDataModule):
         return self._as_rollout(records, written, early)
 
     def _write_ahead(self, first: int) -> Completions:
-        """Writes a round with the sampler's weights: on a server, in a thread during training; or in this process,
-        which then starts to score it.
-        """
+        """Writes a round with the sampler's weights; one of this process is scored from then on."""
         places = range(first, first + self.generation_size // self.num_generations)
         records, seeds = self._asked(places)
         module, n_each = self.policy, self.num_generations

@@ -41,9 +41,7 @@ class NothingUsable(UsageError):
 
 
 class PlacedRecord(dict[str, Any]):
-    """A record with its file and line, or dataset and row, for errors that are found during tokenization; copies are
-    plain dicts.
-    """
+    """A record with its file and line, or dataset and row, for errors; copies are plain dicts."""
 
     def __init__(self, record: Record, place: str) -> None:
         super().__init__(record)
@@ -126,9 +124,7 @@ def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
 
 
 def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
-    """Chat messages, checked: every one has a role, and text as content unless it calls tools. Other keys
-    (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content`` …) are kept for the chat template.
-    """
+    """Chat messages, checked: each has a role, and text unless it calls tools; other keys are the chat template's."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
@@ -146,9 +142,7 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
-    """An answer, checked: a text, or a list of messages whose last one is the assistant's. A single message that has
-    nothing but its text becomes the text. Others keep what the chat template may read.
-    """
+    """An answer, checked: a text, or messages that end with the assistant's; a single one of text alone is the text."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return as_text(value, what)
     messages = as_messages(value, what) if value else []
@@ -180,10 +174,7 @@ def short(value: Any) -> str:
 
 
 def as_conversation(row: Record, place: str) -> Record:
-    """A row with ``messages``, or with messages as its completion, as a conversation; others are unchanged. It has
-    ``conversation``, all messages; ``prompt``, the messages before the assistant's first, or before the completion;
-    ``completion``, the text of the message after them.
-    """
+    """A row of messages with ``conversation``, the ``prompt`` before the first answer, and that as ``completion``."""
     completion = row.get("completion")
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         answer = as_messages(completion, f"{place}: 'completion'")
@@ -202,12 +193,9 @@ def as_conversation(row: Record, place: str) -> Record:
 
 
 def as_preference(row: Record, place: str) -> Record:
-    """A row as ``prompt`` (text or messages), ``chosen`` and ``rejected`` (see :func:`as_answer`), and perhaps
-    ``margin``; a row in which an answer is missing is unchanged.
+    """A row as ``prompt``, ``chosen`` and ``rejected`` (see :func:`as_answer`); one without an answer is unchanged.
 
-    Answers may be lists of chat messages; those at the beginning that both lists share belong to the prompt, and all
-    that follow to the answer. If texts have no prompt, the prompt is their common beginning up to its last
-    white space.
+    Messages, or text up to its last white space, with which both answers begin belong to the prompt.
     """
     row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
     margin = row.get("margin")
@@ -233,9 +221,7 @@ def as_preference(row: Record, place: str) -> Record:
 
 
 def end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the common beginning of two texts ends: before its last white space, or where it has none at its last
-    character.
-    """
+    """Where the common beginning of two texts ends: before its last white space, else at its last character."""
     n = 0
     while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
         n += 1
@@ -278,9 +264,7 @@ def decoded(row: Record, place: str, names: Sequence[str], tokenizer: Any) -> Re
 
 
 def as_judgement(row: Record, place: str) -> Record:
-    """A row as ``prompt``, ``completion`` (as of :func:`as_answer`) and ``label`` (bool), or as a pair, see
-    :func:`as_preference`.
-    """
+    """A row as ``prompt``, ``completion`` and ``label``, or as a pair, see :func:`as_preference`."""
     completion, label = row.get("completion"), as_number(row.get("label"))
     if label is None and row.get("chosen") is not None and row.get("rejected") is not None:
         # A table gives each row the columns of all others, so a judgement may have a pair's columns as null.

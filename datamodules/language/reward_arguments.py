@@ -62,9 +62,7 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
 
 
 def own_part(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The arguments of one call for samples ``start`` to ``stop``. Each sample has lists and dictionaries of its own:
-    the completions of one prompt share a record, which all epochs read, and a function may change what it gets.
-    """
+    """A call's arguments for samples ``start`` to ``stop``, copied: a function may change what it gets."""
     return {
         key: value if value is None or key in _SHARED else [_copied(sample) for sample in value[start:stop]]
         for key, value in arguments.items()

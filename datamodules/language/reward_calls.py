@@ -194,10 +194,7 @@ class RewardFunctions(Stateful):
         return reward_arguments.rows([log for call in self._last for log in call.logs], count)
 
     def token_rewards(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor | None:
-        """The last batch's rewards [B, F] token by token, [B, L, F] float32: a list stays with its tokens, one number
-        goes to the last one; 0 where a function does not apply. None where every function returned one number per
-        completion.
-        """
+        """Rewards by token, [B, L, F] float32: a number per completion goes to its last token; None: all are such."""
         if not any(call.lists for call in self._last):
             return None
         count, functions = rewards.shape
@@ -221,9 +218,7 @@ class RewardFunctions(Stateful):
         return list(pairwise([*cuts, n]))
 
     def _begin(self, call: Call, start: int, stop: int) -> tuple[RewardLog, Callable[[], Any]]:
-        """The log of samples ``start`` to ``stop``, and what waits for their values: of a coroutine function, which
-        begins here, or of another one, which it calls.
-        """
+        """The log of samples ``start`` to ``stop``, and a function that waits for their values."""
         func, log = self.funcs[call.function], RewardLog(call.first + start, stop - start)
         part = own_part(call.arguments, start, stop)
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
@@ -258,9 +253,7 @@ class RewardFunctions(Stateful):
     def _report(
         self, name: str, failures: list[tuple[int, BaseException]], records: Sequence[Any], completions: Sequence[str]
     ) -> None:
-        """Counts the samples that a function failed on, and reports the first one; a UsageError if it failed on all of
-        several prompts.
-        """
+        """Counts and reports the samples that a function failed on; refuses one that fails on several prompts."""
         n = len(completions)
         self._failures[name] += len(failures)
         if len(failures) < n and name not in self._scored:
@@ -309,9 +302,7 @@ class RewardFunctions(Stateful):
 
 
 class EarlyRewards:
-    """Calls the reward functions on each prompt's completions as soon as all of them have ended, from
-    ``rewards.workers`` threads; there is one record per prompt.
-    """
+    """Calls reward functions from threads on each prompt's completions as soon as all of them have ended."""
 
     def __init__(
         self, rewards: RewardFunctions, tokenizer: Any, records: Sequence[dict[str, Any]], num_generations: int

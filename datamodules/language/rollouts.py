@@ -35,9 +35,7 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
 
 
 def rescore(paths: Sequence[Path], reward_funcs: Sequence[Any], task: str | None, output: Path) -> str:
-    """Scores the completions of JSONL files, or of folders of them, with other reward functions or the task's own,
-    writes them with the new rewards to ``output``, and returns a table of the means.
-    """
+    """Scores completions of JSONL files or folders again, writes them to ``output``, and returns a table of means."""
     made = None if task is None else make_task(task)
     specs = list(reward_funcs) or ([] if made is None else made.reward_funcs)
     files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]

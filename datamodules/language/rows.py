@@ -20,9 +20,7 @@ _OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct", "kept"})
 
 
 def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
-    """Checks what a policy's ``rewards`` returned, which a subclass may override: [n], of a policy that takes rewards
-    per token also [n, L].
-    """
+    """Checks what a policy's ``rewards`` returned: [n], of a policy that takes rewards per token also [n, L]."""
     dims = (1, 2) if getattr(policy, "takes_token_rewards", False) else (1,)
     if isinstance(rewards, Tensor) and rewards.ndim in dims and len(rewards) == n:
         return rewards
@@ -32,9 +30,7 @@ def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
 
 
 def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
-    """P prompts and the sampler's ``Completions`` of them as one right-padded sequence each: ``tokens`` [B, T],
-    ``prompt_length`` [B], ``length`` [B].
-    """
+    """Prompts and completions as right-padded ``tokens`` [B, T], with ``prompt_length`` [B] and ``length`` [B]."""
     device = written.tokens.device
     prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
     width = int((prompt_length + written.length).max())

@@ -19,9 +19,7 @@ class _Pieces:
         self._start = self.size.cumsum(0) - self.size
 
     def lay(self, numbers: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the tokens of some pieces, each to begin at one of ``starts``: which piece of ``numbers`` a token belongs
-        to, its place within it, its place in ``tokens``, and the place where it goes.
-        """
+        """Lays pieces out at ``starts``; of each token its piece, place in the piece, place in ``tokens``, and goal."""
         size = self.size[numbers]
         owner = torch.arange(len(numbers)).repeat_interleave(size)
         within = torch.arange(len(owner)) - (size.cumsum(0) - size)[owner]
@@ -29,9 +27,7 @@ class _Pieces:
 
 
 class Sequences:
-    """Prompts with completions as token ids, of which batches are made. With ``completion_only`` the completions alone
-    count in the loss, of each the tokens of its mask, if there is one; else every token but a sequence's first.
-    """
+    """Prompts with completions as token ids; all tokens but the first count, or those of the ``masks``."""
 
     def __init__(
         self,
@@ -163,11 +159,7 @@ class Pairs:
         return batch
 
     def work(self, index: Tensor, packing: bool, hidden_size: int) -> float:
-        """Work of a forward pass over some pairs, in tokens: the places of its rows, and 1 for every 8 ·
-        ``hidden_size`` pairs of places that attention compares, which cost as much as a token's products with 16 ·
-        ``hidden_size``² weights. A causal kernel skips half of a row's pairs; with the mask of packed rows it computes
-        all.
-        """
+        """Work of a pass in tokens: its places, and 1 for every 8 · ``hidden_size`` pairs of places in attention."""
         if packing:
             total = self.lengths[index].sum(-1)
             width = int(total.max())

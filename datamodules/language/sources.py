@@ -139,9 +139,7 @@ def fitting(
     lengths: Sequence[int], limit: int, where: str, overlong: str = "error", noun: str = "prompts",
     remedy: str = "take a model with more positions",
 ) -> list[int]:  # fmt: skip
-    """Numbers of the records that are short enough. Longer ones are refused, or under ``overlong="drop"`` left out with
-    one notice; a :class:`NothingUsable` where none is left.
-    """
+    """Numbers of the records that are short enough; others are refused, or under ``overlong="drop"`` left out."""
     kept = [i for i, length in enumerate(lengths) if length <= limit]
     if dropped := len(lengths) - len(kept):
         first = next(i for i, length in enumerate(lengths) if length > limit)
@@ -157,13 +155,8 @@ def fitting(
 class EncodedRecords(ReadByNumber[Record]):
     """Records with token ids, of which only the numbers are in memory.
 
-    The start reads and checks every row once. It encodes the first thousand, and each that may be left out or refused:
-    one that may have more than ``limit`` tokens, an empty prompt, or two equal answers. So the same records are left
-    out, and stand in the same order, as where all are loaded. What only the tokenizer or the chat template finds in
-    another record is an error, with its place, when it is first read.
-
-    ``encode`` adds the token ids to records, and may leave some out; ``limit`` is the most tokens of a record, and
-    ``name`` the source's.
+    The start checks every row, and encodes the first thousand and those that may be left out: with more than ``limit``
+    tokens, an empty prompt, or equal answers. So the same records are left out as where all are loaded.
     """
 
     def __init__(self, records: Records, encode: Callable[[list[Record]], list[Record]], limit: int, name: str) -> None:
@@ -222,9 +215,7 @@ class EncodedRecords(ReadByNumber[Record]):
 
 
 def _is_doubtful(record: Record, room: int) -> bool:
-    """Whether the columns have more than ``room`` bytes, and so perhaps tokens; or the prompt is empty, or two
-    answers are equal.
-    """
+    """Whether columns have more than ``room`` bytes, so perhaps tokens; or no prompt, or two equal answers."""
     texts = map(str, record.values())
     size = sum(len(text) if text.isascii() else 4 * len(text) for text in texts)
     return size > room or not str(record["prompt"]).strip() or record.get("chosen", 0) == record.get("rejected", 1)

@@ -22,13 +22,10 @@ Rows = Callable[[int], Iterator[Placed]]
 
 
 class RecordStream:
-    """The records of a source, pass after pass without end, shuffled in blocks of n = ``buffer_size`` rows.
+    """The records of a source, pass after pass, shuffled in blocks of n = ``buffer_size`` rows.
 
-    Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. The
-    record at a position therefore depends only on the seed and the source, and a resumed run opens the source at its
-    block. Two blocks are in memory at a time. A block has n · ``per_row`` positions, for so many records does
-    ``encode`` make of a row. If it makes fewer, some of them are at several positions; if it leaves out all of them,
-    those of the next block take their places.
+    Block b holds rows b·n to (b+1)·n of the endless stream, in an order of the seed and b alone, so that a resumed run
+    opens the source at its block. It has n · ``per_row`` positions; fewer records stand at several of them.
     """
 
     def __init__(
@@ -116,9 +113,7 @@ class RecordStream:
 
 
 def open_stream(path: str | None, dataset: Any, dataset_config: str | None, split: str | None) -> Rows:
-    """A function that reads the rows of one source from a given row on, without loading all of it; see
-    :func:`load_records` for the arguments.
-    """
+    """A function that reads a source's rows from a given one on; arguments as of :func:`load_records`."""
     if path is not None and not (Path(path).is_file() and is_table(Path(path))):
         return lambda start: islice(read_jsonl(path), start, None)
     base, *part = parse_split(split)

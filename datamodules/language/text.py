@@ -28,9 +28,7 @@ def answer_of(text: str) -> str | None:
 
 
 def voted_answer(text: str, after: str | None = None) -> str:
-    r"""A completion's answer for a majority vote, stripped: what stands in its last ``<answer>`` tags, in its last
-    ``\boxed{…}``, or ``after`` a mark such as ``####``; the whole text where it has none of them.
-    """
+    r"""A completion's answer for a vote: its last ``<answer>`` tags, ``\boxed{…}``, what follows ``after``, or all."""
     tagged = answer_of(text)
     if tagged is not None:
         text = tagged

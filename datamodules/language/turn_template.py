@@ -18,9 +18,7 @@ _KEPT = 1000
 
 
 class TurnTemplate:
-    """Continues dialogues token by token: the model's tokens are kept as they are, and only the template's own tokens
-    for the end of a turn, new messages and the opened next turn are added. ``stops`` are the ids that end a completion.
-    """
+    """Continues dialogues token by token: the model's tokens stay, and the template's own for turns are added."""
 
     def __init__(self, encoder: TextEncoder, stops: Collection[int]) -> None:
         self.encoder, self.stops = encoder, frozenset(stops)
@@ -34,9 +32,7 @@ class TurnTemplate:
     def following(
         self, message: Mapping[str, Any], last: int | None, new: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
     ) -> list[int]:
-        """Token ids between a model's message, which ended with the stop token ``last`` or was cut off, and its next
-        one after the ``new`` messages. Its calls of tools are rendered with other arguments, its text not at all.
-        """
+        """Token ids between a message, ended by the token ``last`` (None: cut off), and the turn after ``new``."""
         before = [*self.encoder.messages("?"), _stand_in(message)]
         key = repr((before[-1], record.get("tools"), record.get("chat_template_kwargs")))
         if key not in self._ends:

@@ -50,9 +50,7 @@ _OF_LOADING = {
 
 
 def refuse_loading_arguments(model_config: dict[str, Any] | None) -> None:
-    """Refuses arguments of transformers' ``from_pretrained`` among the fields of an architecture, where they would be
-    ignored.
-    """
+    """Refuses arguments of ``from_pretrained`` among the fields of an architecture, which would be ignored."""
     for name in (model_config or {}).keys() & _OF_LOADING.keys():
         raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture: "
                          f"{_OF_LOADING[name]}")  # fmt: skip
@@ -115,10 +113,7 @@ def _refuse_quantized(name: str, config: PretrainedConfig) -> None:
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Refuses misspelled fields, which transformers would keep and ignore.
-
-    A field that resembles none of the architecture's fields may be an optional one, such as ``head_dim``.
-    """
+    """Refuses misspelled fields, which transformers would ignore; one that resembles none may be optional."""
     try:
         known: Any = type(config)()
     except (TypeError, ValueError):  # some composite configs need their parts
@@ -143,9 +138,7 @@ def text_config(config: PretrainedConfig) -> Any:
 
 
 def _complete_text_config(config: PretrainedConfig, fields: dict[str, Any], special: dict[str, Any]) -> None:
-    """Sets the tokenizer's vocabulary size and token ids in a composite config's language model, except those in
-    ``fields``.
-    """
+    """Sets the tokenizer's vocabulary size and token ids in a composite config's language model, unless given."""
     text = text_config(config)
     nested = {name for part in fields.values() if isinstance(part, dict) for name in part}
     if text is not config:
@@ -171,9 +164,8 @@ def require_head(config: PretrainedConfig, head: str) -> None:
 def max_length(config: PretrainedConfig) -> int:
     """Tokens that the model can take, prompt and completion together.
 
-    Phi-3's long rotary embedding (``longrope``) turns every token of a batch by other angles once the longest row
-    passes ``original_max_position_embeddings``, so that a text's log-probabilities would depend on the texts beside it
-    (by 2.5 nats on Phi-3). Such a model takes texts up to that length.
+    Phi-3's ``longrope`` turns all tokens of a batch by other angles once one row passes
+    ``original_max_position_embeddings`` (by 2.5 nats). Such a model takes texts up to that length.
     """
     text = text_config(config)
     named = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -211,9 +203,7 @@ REMOVED = "removed_dropout"
 
 
 def remove_dropout(config: PretrainedConfig) -> None:
-    """Sets every dropout rate of a config, and of the language model's config in it, to 0; each stores its original
-    rates.
-    """
+    """Sets every dropout rate of a config and of its language model's to 0; each stores its original rates."""
     for part in _parts(config):
         rates = {name: value for name, value in part.to_dict().items()
                  if is_rate(name, part) and isinstance(value, float) and value}  # fmt: skip
@@ -224,9 +214,7 @@ def remove_dropout(config: PretrainedConfig) -> None:
 
 
 def is_rate(name: str, config: PretrainedConfig) -> bool:
-    """Returns whether a field of a config is the rate of a random operation of training: dropout of units or layers, or
-    noise on a router's input.
-    """
+    """Whether a config's field is the rate of a random operation of training: dropout, or noise on a router's input."""
     # PhiMoE's decides, in evaluation too, which experts are close enough to the best.
     is_noise = name == "input_jitter_noise" or (name == "router_jitter_noise" and config.model_type != "phimoe")
     return "dropout" in name or name.endswith(("_pdrop", "layerdrop")) or is_noise
@@ -281,9 +269,7 @@ def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_adde
 
 @contextmanager
 def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Collects the logits of every layer's router, [rows · width, experts] each, in each forward pass in the
-    context.
-    """
+    """Collects the logits of every layer's router, [rows · width, experts] each, in the context's passes."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     found: list[tuple[Tensor, ...]] = []
     hook = network.register_forward_hook(lambda module, inputs, output: found.append(output.router_logits))

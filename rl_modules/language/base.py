@@ -306,9 +306,7 @@ class LanguageModule(LanguageMetrics):
         return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
 
     def frozen_source(self, prefix: str) -> str | None:
-        """Directory of frozen weights that the loaded checkpoint does not contain; None: the checkpoint contains
-        them.
-        """
+        """Directory of frozen weights that the loaded checkpoint does not contain; None: it contains them."""
         hp: Any = self.hparams
         source = hp.description.get("frozen", {}).get(prefix)
         if source is None:
@@ -376,9 +374,7 @@ class LanguageModule(LanguageMetrics):
     # ---------------------------------------------------------------- checkpoints
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
-        directory.
-        """
+        """Loads a state dict; frozen weights that the checkpoint does not contain keep their directory's values."""
         if missing := self._left_out - state_dict.keys():
             own = self.state_dict()
             state_dict = {**state_dict, **{name: own[name] for name in missing}}
@@ -504,9 +500,7 @@ class LanguageModule(LanguageMetrics):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips to the Trainer's ``gradient_clip_val``, or to ``max_grad_norm`` if the Trainer sets none; logs the
-        norm.
-        """
+        """Clips to the Trainer's ``gradient_clip_val``, else to ``max_grad_norm``; logs the norm."""
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return

@@ -37,11 +37,7 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
 def generation_metrics(
     reward: Tensor, earned: Tensor, entropy: Tensor, length: Tensor, finished: Tensor, num_generations: int
 ) -> Iterator[Weighted]:
-    """Metrics of GRPO's completions of all ranks, [B] each, with their weights in the curves.
-
-    ``reward`` is NaN where nothing was scored, ``earned`` the reward before penalties, and ``entropy`` the sum over a
-    completion's tokens; completions of a prompt are adjacent.
-    """
+    """Metrics of completions of all ranks, [B] each, with their weights; ``reward`` is NaN where nothing was scored."""
     metrics = {"entropy": entropy.sum() / length.sum(), **length_metrics(length, finished)}
     if num_generations > 1:  # a baseline of another kind takes groups of one, which have no spread
         centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
@@ -63,9 +59,8 @@ def generation_metrics(
 def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
     """Records rewards and lengths of GRPO's generation, over all ranks.
 
-    ``rollout`` has ``reward`` and, if a penalty was subtracted from it, ``earned``, the reward without the penalty,
-    which the curves show. ``fields`` are what ``prepare`` returns. ``entropy`` is that of every token, [B, L]; without
-    it, it is estimated from the sampled tokens' log-probabilities.
+    ``earned`` of ``rollout`` is the reward without a penalty. Without the tokens' ``entropy`` [B, L] it is estimated
+    from their log-probabilities.
     """
     spread = -rollout["log_prob"] if entropy is None else entropy
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
@@ -85,11 +80,7 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Returns the ``q``-quantile of the numbers among ``values``, interpolated linearly; NaN where there are none.
-
-    ``torch.nanquantile``, which this equals, takes 16 million values at most: a micro-batch of 64 completions of 32,000
-    tokens on eight ranks has more.
-    """
+    """The ``q``-quantile of the numbers among ``values``; ``torch.nanquantile`` takes 16 million values at most."""
     ordered = values.flatten().sort().values  # NaN comes last
     rank = (values.isnan().logical_not().sum() - 1).clamp(min=0) * q
     below = rank.floor()
@@ -98,9 +89,7 @@ def quantile(values: Tensor, q: float) -> Tensor:
 
 
 def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor], dict]:
-    """Fractions of ratios that GRPO's loss clips on either side: the weight of the means, the means, and the extremes
-    over completions, named by how ranks reduce them.
-    """
+    """Fractions of clipped ratios: the weight of the means, the means, and the extremes over completions."""
     mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level
     weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
     if module.loss_type == "sapo":

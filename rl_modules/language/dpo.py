@@ -172,9 +172,7 @@ class DPO(PreferencePolicy):
         }
 
     def sums(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns log π of both answers, [2b], from that of their tokens, [2b, L]; ``ld_alpha`` weighs the longer
-        one's end.
-        """
+        """Returns log π of both answers, [2b], from that of their tokens, [2b, L]; ``ld_alpha`` weighs a longer end."""
         if self.ld_alpha is None:
             return super().sums(log_prob, batch)
         return length_desensitized(log_prob, batch["lengths"][:, 1], batch["lengths"][:, 2], self.ld_alpha)

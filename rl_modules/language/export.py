@@ -29,9 +29,8 @@ class PlainTokenizer(PreTrainedTokenizerFast):
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
     """Writes a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
 
-    An output layer that is tied to the embedding is written as a separate weight if adapters make the two differ. The
-    generation config names the tokenizer's EOS token, with which training ended completions, beside its own. The config
-    has the model's dropout rates, which reinforcement learning sets to 0.
+    An output layer tied to the embedding is written apart if adapters make the two differ. The config has the dropout
+    rates that reinforcement learning sets to 0.
     """
     if is_sharded(model):
         return _export_sharded(model, tokenizer, Path(folder))
@@ -69,11 +68,10 @@ def _name_eos_token(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Saves a tokenizer in its model's folder such that ``AutoTokenizer`` reads texts as it does; warns if that fails.
+    """Saves a tokenizer such that ``AutoTokenizer`` reads texts as it does; warns if that fails.
 
-    For some types of models, such as Qwen2, AutoTokenizer takes the type's own class, with that class's way of
-    splitting, whatever class and pre-tokenizer the files name. Only a tokenizer with code of its own is exempt:
-    without ``trust_remote_code`` its ``tokenizer.json`` is read as it is, with it the code, which does the same.
+    For some types of models AutoTokenizer takes the type's own class, whatever the files name. A tokenizer with code of
+    its own is exempt.
     """
     tokenizer.save_pretrained(folder)
     if _is_read_alike(tokenizer, folder):

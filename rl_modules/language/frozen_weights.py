@@ -16,10 +16,7 @@ Sources = dict[str, dict[str, str]]
 
 
 def describe_sources(module: Any, arguments: dict[str, str]) -> Sources:
-    """Describes the frozen weights that arguments name by path and digest, which a checkpoint stores instead of them.
-
-    Adapters that take over a part of the weights change those that remain, which then differ from the directory's.
-    """
+    """Describes the frozen weights that arguments name by path and digest, which checkpoints hold instead."""
     sources: Sources = {}
     for prefix, argument in arguments.items():
         if not begins_unchanged(getattr(module, prefix.removesuffix("."))):
@@ -35,9 +32,7 @@ def describe_sources(module: Any, arguments: dict[str, str]) -> Sources:
 
 
 def source_path(source: dict[str, str], given: Any) -> str:
-    """Returns the path from which frozen weights are read again: the argument's value if it is new, else the recorded
-    path.
-    """
+    """Returns the path of frozen weights: the argument's value if it is new, else the recorded one."""
     place, argument = source["path"], source["argument"]
     if given[argument] is not None and str(given[argument]) != source["given"]:
         place = str(given[argument])

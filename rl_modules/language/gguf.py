@@ -10,11 +10,10 @@ from rl_modules.common.errors import UsageError
 
 
 def directory_of(name: str) -> str:
-    """Returns the directory with the weights, in single precision, and the tokenizer of a GGUF file: its path, or
-    ``package/file.gguf`` within an installed package.
+    """Returns the cached directory of a GGUF file, a path or ``package/file.gguf``: weights in single precision,
+    tokenizer.
 
-    The directory is in the cache of the Hugging Face hub (``HF_HOME``) and is made at the first use of the file. Only
-    data is read: a package that holds the file is not imported.
+    Only data is read: a package that holds the file is not imported.
     """
     file, package = Path(name), name.partition("/")[0]
     if not file.is_file() and package.isidentifier() and (spec := find_spec(package)) is not None:

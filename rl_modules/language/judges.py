@@ -13,10 +13,7 @@ from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer, tok
 
 
 def build_judges(policy: Any, config: Any) -> None:
-    """Sets ``reference``, ``reward_model`` and its tokenizer and offset.
-
-    Those of a checkpoint are read again from where they were, or wait for the checkpoint's weights.
-    """
+    """Sets ``reference``, ``reward_model``, its tokenizer and offset; a checkpoint's wait for its weights or source."""
     hp: Any = policy.hparams
     described = hp.description is not None
     judge = policy.frozen_source("reward_model.") if described else hp.get("reward_model_name_or_path")

@@ -45,10 +45,7 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
 
 
 def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
-    """Returns a function from a slice of the places to their logits, [1, n, V], and how many places to ask for at once.
-
-    Arguments as for :func:`logits_at`. Large logits are computed when they are asked for, also in a backward pass.
-    """
+    """Returns a function from a slice of places to their logits, [1, n, V], and how many places to ask for."""
     if is_large(len(place), model):
         from rl_modules.language.fast.tiled_head import can_tile, tiles_at
         from rl_modules.language.models import is_sharded

@@ -81,11 +81,7 @@ def refuse_biases_of_16_bits(lora: dict[str, Any], torch_dtype: str, precision: 
 
 
 def train_in_float32(module: nn.Module) -> None:
-    """Keeps layers that are trained on a frozen base in float32, and makes them work with a base of 16 bits.
-
-    peft takes over the base's dtype for the layers that it trains whole (``modules_to_save``, a score head), and casts
-    between dtypes for adapters only.
-    """
+    """Keeps layers that train whole on a frozen base of 16 bits in float32, where peft takes the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
     for parameter in module.parameters():
@@ -120,11 +116,7 @@ def _needs_cast(x: Any) -> bool:
 
 
 def merged(model: Any) -> PreTrainedModel:
-    """Returns a copy of a model with its adapters merged in; the model itself stays as it is.
-
-    An output layer that is tied to the embedding gets a separate weight in the copy if only one of the two has an
-    adapter.
-    """
+    """Returns a copy of a model with merged adapters; a tied output layer is a weight of its own if it differs."""
     model = copy.deepcopy(model)
     network = model.get_base_model()
     if adapts_tied_weight(network):
@@ -161,11 +153,7 @@ def _has_delta(layer: Any) -> bool:
 
 @torch.no_grad()
 def begins_unchanged(model: Any) -> bool:
-    """Returns whether new adapters leave the model's function as it was: every change of a weight is 0, up to rounding.
-
-    Initialisations that move a part of the weights into the adapters (``pissa``, ``olora`` …) also change the weights
-    that remain in the base model.
-    """
+    """Whether new adapters leave the model's function as it was; ``pissa`` and ``olora`` change the base too."""
     return all(
         bool(delta.abs().max() <= max(1e-4, 4 * torch.finfo(weight.dtype).eps) * weight.abs().max())
         for delta, weight in _changes(model)

@@ -106,9 +106,7 @@ class LanguageMetrics(Algorithm):
         return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
-        """Makes an optimizer step, and hands the point of the curves that is due after it to callbacks that monitor
-        one: their ``on_train_batch_end`` comes before the module's, which writes it.
-        """
+        """Makes an optimizer step, and hands the point of the curves that is due to callbacks that monitor it."""
         super().optimizer_step(*arguments, **named)
         step = self.trainer.global_step + 1  # Lightning counts this one later
         if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
@@ -159,10 +157,7 @@ class LanguageMetrics(Algorithm):
         self._means = type(self._means)()
 
     def _means_over_ranks(self) -> dict[str, float]:
-        """Means of what was recorded since the last point, by displayed name; ranks call this together.
-
-        Non-finite means are among them, because callbacks such as ``EarlyStopping`` check whether values are finite.
-        """
+        """Means of what was recorded since the last point, by displayed name; ranks call this together."""
         return {displayed_name(name): mean for name, mean in self._means.means(self.trainer).items()}
 
     def _answer_monitors(self) -> None:
@@ -200,15 +195,11 @@ class LanguageMetrics(Algorithm):
         return sorted({name for names in ranks for name in names})
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds metrics that are functions of means, ``train/…`` or ``eval/…``, such as the perplexity; called before
-        logging.
-        """
+        """Adds functions of means, ``train/…`` or ``eval/…``, such as the perplexity; called before logging."""
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Adds means over one batch, ``eval/…``, to those of the evaluation, with the batch's number of prompts or
-        tokens as weight.
-        """
+        """Adds means over one batch, ``eval/…``, with its number of prompts or tokens as weight."""
         self._own_names.update(metrics)
         self._log_means(metrics, weight)
 

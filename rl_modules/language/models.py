@@ -103,10 +103,7 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def freeze_unread_parts(model: PreTrainedModel) -> None:
-    """Freezes the parts of a composite model that do not process text: image and sound encoders.
-
-    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
-    """
+    """Freezes image and sound encoders, whose weights get no gradient, which data-parallel strategies refuse."""
     if model.config.get_text_config(decoder=True) is model.config:
         return
     head = getattr(model, "score", None) or model.get_output_embeddings()
@@ -207,11 +204,7 @@ def is_name(value: Any) -> bool:
 
 
 def without_ignored(config: GenerationConfig) -> GenerationConfig:
-    """Returns the config without the settings that transformers ignores, such as a temperature without ``do_sample``.
-
-    transformers reads such a config with a warning but refuses to write it, which would cost the export after a run.
-    ``generate`` does the same without these settings.
-    """
+    """Returns the config without settings that transformers ignores, such as a temperature without ``do_sample``."""
     try:
         config.validate(strict=True)
         return config

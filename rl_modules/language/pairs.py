@@ -61,9 +61,7 @@ def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def visible(segment: Tensor, prompt_segment: Tensor) -> Tensor:
-    """Returns which tokens each token attends to, [rows, width, width] bool from the reader's place: itself, and those
-    before it in its own ``segment`` [rows, width] (-1: none) and in the one that this continues, ``prompt_segment``.
-    """
+    """Which tokens each reads, [rows, width, width] bool: earlier ones of its ``segment`` and ``prompt_segment``."""
     width = segment.shape[1]
     keys = segment.unsqueeze(1)
     sees = (keys == segment.unsqueeze(2)) | (keys == prompt_segment.unsqueeze(2))

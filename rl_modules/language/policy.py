@@ -86,9 +86,7 @@ class LanguagePolicy(LanguageModule):
         self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
 
     def _forget_weights(self) -> None:
-        """Makes the sampler load the weights again, because fused optimizers and callbacks change weights
-        undetected.
-        """
+        """Makes the sampler load the weights again: fused optimizers and callbacks change them undetected."""
         if self._sampler is not None:
             self._sampler.forget_weights()
 
@@ -172,9 +170,7 @@ class LanguagePolicy(LanguageModule):
         return batch
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Logs success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first
-        ones.
-        """
+        """Logs success rates, rewards and lengths of held-out completions, and a table of the first ones."""
         correct, rewards = batch["correct"], batch["rewards"].float()
         prompts, k = len(batch["answers"]), len(batch["answers"][0])
         metrics = {
@@ -223,9 +219,7 @@ def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[
 
 
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
-    """Returns whether the most frequent answer of each prompt is right (cons@k, also called maj@k). Several answers may
-    be right.
-    """
+    """Whether the most frequent answer of each prompt is right (cons@k, also called maj@k)."""
     results = []
     for row, flags in zip(answers, correct.tolist(), strict=True):
         right = {answer for answer, flag in zip(row, flags, strict=True) if flag}

@@ -169,9 +169,7 @@ class PolicyWithReference(LanguagePolicy):
 
     @torch.no_grad()
     def sync_reference(self) -> bool:
-        """Updates the reference, π_ref ← α π + (1 - α) π_ref, every ``ref_model_sync_steps`` optimizer steps; returns
-        whether it did.
-        """
+        """Updates the reference, π_ref ← α π + (1 - α) π_ref, if it is due; returns whether it did."""
         step = self.trainer.global_step
         if not self.sync_ref_model or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
             return False
@@ -221,9 +219,7 @@ class PolicyWithReference(LanguagePolicy):
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
-        """Returns the reward model's score of each completion minus its offset, [B]; encodes the rollout's ``texts``
-        again if its tokens differ from the policy's.
-        """
+        """Returns the reward model's score of each completion minus its offset, [B]."""
         from rl_modules.language.rereading import encode_again, with_ended_turns
 
         longest = max_length(self.reward_model.config)
@@ -239,9 +235,7 @@ class PolicyWithReference(LanguagePolicy):
         return scores - self.reward_offset
 
     def filter_of(self, fields: dict[str, Any]) -> Filter | None:
-        """Returns how sampling changed the distribution of a rollout's or a minibatch's completions, for
-        log-probabilities of the same.
-        """
+        """Returns how sampling changed the distribution of completions, for log-probabilities of the same."""
         if "kept" not in fields:
             if truncations_of(self) and not self.lacks_support:
                 self.lacks_support = True
@@ -262,11 +256,7 @@ class PolicyWithReference(LanguagePolicy):
     def in_parts(
         self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: Filter | None = None
     ) -> dict[str, Tensor]:
-        """Runs a forward pass over a generation, in parts of rows of similar length.
-
-        ``compute`` makes tensors [b] or [b, L] from the tokens, prompt lengths and lengths of b rows, and from their
-        filter if there is one. Those of parts narrower than the longest completion are padded with 0.
-        """
+        """Runs ``compute`` over a generation, in parts of rows of similar length; it makes tensors [b] or [b, L]."""
         lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
         total, length = lengths.tolist()
         order = sorted(range(len(total)), key=total.__getitem__)
@@ -286,10 +276,7 @@ class PolicyWithReference(LanguagePolicy):
         return results
 
     def record_completions(self, rollout: Rollout, *columns: Tensor, std: bool = True) -> list[Tensor]:
-        """Counts the tokens of a generation, and records the mean (and with ``std`` the standard deviation) of each
-        reward over the completions that it applies to, how many each function ``failed`` on, and what was ``logged``.
-        Returns the columns [B], tokens written, and finished of the completions of all ranks.
-        """
+        """Records rewards, failures and logs; returns the columns [B], tokens written and finished of all ranks."""
         total = rollout["prompt_length"] + rollout["length"]
         own = [*columns, tokens_written(rollout), rollout["finished"], total]
         table = self.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))

@@ -17,10 +17,7 @@ from rl_modules.common.errors import UsageError
 class FrozenHalfPrecision(HalfPrecision):
     """``bf16-true`` as language models use it: frozen weights in bfloat16, trained weights and data as they are.
 
-    Lightning's own plugin casts every floating-point tensor of a batch, so that token counts, rewards and
-    log-probabilities arrive rounded to 8 bits, and it changes torch's default dtype while the module runs. Here
-    arithmetic is autocast, as under ``bf16-mixed``; batches, buffers (rotary frequencies, reward offsets) and adapters
-    stay in float32.
+    Lightning's own plugin would round token counts, rewards and log-probabilities of a batch to 8 bits.
     """
 
     #: Type of the device that the strategy computes on; autocast must name it.
@@ -61,9 +58,7 @@ for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in 
 
 
 def adopt_strategy(trainer: L.Trainer | None) -> Any:
-    """Returns :mod:`rl_modules.language.sharding` where a Trainer's strategy splits weights, which it replaces by the
-    project's; else None.
-    """
+    """Returns :mod:`rl_modules.language.sharding` where a strategy splits weights, and replaces that; else None."""
     if trainer is None or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
         return None
     from rl_modules.language import sharding
@@ -73,10 +68,7 @@ def adopt_strategy(trainer: L.Trainer | None) -> Any:
 
 
 def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
-    """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin by :class:`FrozenHalfPrecision`.
-
-    Called from ``configure_model``, before weights are converted and the first batch is read.
-    """
+    """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin, before weights are converted."""
     plugin = trainer.precision_plugin
     if not isinstance(plugin, HalfPrecision):
         return
@@ -95,11 +87,7 @@ def convert_frozen(module: L.LightningModule) -> None:
 
 
 def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: str, learning_rate: float) -> None:
-    """Refuses to train weights that are stored in 16 bits; called when a fit begins.
-
-    A bfloat16 number has 8 significant bits, so AdamW's step of about ``learning_rate`` is lost if it is less than
-    1/512 of the weight.
-    """
+    """Refuses to train weights of 16 bits, in which a step of less than 1/512 of the weight is lost."""
     precision = module.trainer.precision
     sixteen = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
     if not sixteen and (lora or precision != "bf16-true"):

@@ -51,11 +51,7 @@ class Reliability(Metric):
 
 
 class PreferenceMetrics(nn.Module):
-    """Accuracy, loss, margin and calibration of a reward model over held-out comparisons.
-
-    The calibration error is that of the confidence σ(|r_c - r_r|) that the answer with the higher score was chosen.
-    With the chosen answer always first, every outcome would be a win, and calibration would be undefined.
-    """
+    """Accuracy, loss, margin and calibration (of the confidence σ(|r_c - r_r|)) of a reward model over comparisons."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +82,7 @@ class PreferenceMetrics(nn.Module):
         self.known["expected_accuracy"].update(torch.where(won, probability, 1 - probability))
 
     def compute(self) -> tuple[dict[str, Tensor], Bins]:
-        """Scalars by name, over the comparisons of all ranks, and the reliability diagram's bins.
-
-        If the true probabilities are known, they include ``bayes_accuracy`` (of a model that knows the probabilities)
-        and ``expected_accuracy`` (of this model over all possible outcomes of the comparisons).
-        """
+        """Scalars by name over all ranks' comparisons, and the reliability diagram's bins."""
         scalars = {
             "accuracy": self.accuracy.compute(),
             "calibration_error": self.calibration.compute(),
@@ -115,10 +107,7 @@ _OVERSAMPLING = 2
 
 
 def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
-    """Draws bars of accuracy over confidence, both from 1/2 to 1, with the diagonal of a calibrated model.
-
-    Red marks show the mean confidence of each bin, grey bars below them its number of comparisons.
-    """
+    """Draws bars of accuracy over confidence, both from 1/2 to 1, with a calibrated model's diagonal."""
     scale = _OVERSAMPLING
     width, height = _LEFT + _SIZE + _RIGHT, _TOP + _SIZE + _BOTTOM
     image = Image.new("RGB", (width * scale, height * scale), "white")

@@ -136,9 +136,7 @@ class PreferencePolicy(PolicyWithReference):
         return table
 
     def _any_rank(self, flag: bool) -> bool:
-        """Returns whether a flag is set on any rank, because under sharding all ranks or none must run the
-        reference.
-        """
+        """Whether a flag is set on any rank: under sharding all ranks or none must run the reference."""
         if self._world_size == 1:
             return flag
         value = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
@@ -147,9 +145,7 @@ class PreferencePolicy(PolicyWithReference):
     # ---------------------------------------------------------------- evaluation
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates held-out pairs or judgements, or completions of held-out prompts if the datamodule generates
-        them.
-        """
+        """Evaluates held-out pairs or judgements, or completions if the datamodule generates them."""
         if "answers" in batch:
             self.log_completions(batch, batch_idx)
         else:

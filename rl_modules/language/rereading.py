@@ -14,9 +14,7 @@ Prompts = Sequence[str | list[dict[str, Any]]]
 
 
 def reads_in_the_same_form(judge: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a reward model can read the policy's tokens: ids stand for the same tokens, texts begin and end
-    alike, and chat templates, if both have one, format conversations alike.
-    """
+    """Whether a reward model reads the policy's tokens: ids, ends of texts, and chat template are equal."""
     one_has_none = not (judge.chat_template and policy.chat_template)
     return (
         judge.get_vocab() == policy.get_vocab()
@@ -60,9 +58,7 @@ def encode_again(
 
 
 def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
-    """A generation whose ended completions have what the chat template writes after the EOS token, as a reward model's
-    preferences have it.
-    """
+    """A generation whose ended completions have what the chat template writes after the EOS token."""
     from datamodules.language.encoding import TextEncoder
 
     rest = [] if isinstance(rollout["asked"][0], str) else TextEncoder(tokenizer).after_eos()

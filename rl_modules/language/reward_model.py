@@ -298,10 +298,7 @@ def is_reward_model(config: Any) -> bool:
 
 
 def padding_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer whose pad token is not its EOS token, at which scores are read; a copy where that was the same.
-
-    A tokenizer without a third special token stays as it is, and a warning says so.
-    """
+    """A tokenizer, or a copy, whose pad token is not its EOS token, at which scores are read, where it can be."""
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer
     taken = {tokenizer.bos_token, tokenizer.eos_token}
@@ -320,9 +317,7 @@ def padding_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 def initialize_head(head: nn.Linear) -> None:
-    """Initialises a reward head's weights with standard deviation 1/√(d+1), d inputs (Ziegler et al. 2019, section
-    2.2).
-    """
+    """Initialises a head's weights with standard deviation 1/√(d+1) (Ziegler et al. 2019, section 2.2)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
     if head.bias is not None:
         nn.init.zeros_(head.bias)

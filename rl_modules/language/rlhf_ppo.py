@@ -197,12 +197,7 @@ class RLHFPPO(PolicyWithReference):
     def evaluate_completions(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
     ) -> dict[str, Tensor]:
-        """Returns log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L]
-        each.
-
-        They are computed in training precision, because the sampler's log-probabilities are rounded differently under
-        mixed precision, and may be another engine's.
-        """
+        """Returns log π, V, entropy and, with a reference, log π_ref of the tokens, [b, L], in training precision."""
         text = (tokens, prompt_length, length)
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True, filtered=filtered)
         found = {"log_prob": log_prob, "value": value, "entropy": entropy}
@@ -270,9 +265,7 @@ class RLHFPPO(PolicyWithReference):
     # ---------------------------------------------------------------- pieces to override
 
     def token_rewards(self, rollout: Rollout) -> Tensor:
-        """Returns r_t of every token, [B, L]: the KL penalty, plus the completion's reward on its last token or the
-        given token rewards.
-        """
+        """Returns r_t, [B, L]: the KL penalty, plus the reward on the last token or the given token rewards."""
         mask, earned = rollout["mask"], rollout["reward"]
         kl = self.paid_kl(rollout)
         at_the_end = earned if earned.ndim == 1 else torch.zeros_like(earned[:, 0])
@@ -289,9 +282,7 @@ class RLHFPPO(PolicyWithReference):
         return F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
 
     def advantages(self, reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """A of every token, [B, L]: GAE over each completion, which ends at its last token, whether by EOS or not. The
-        state after a turn's last token is the one before the next turn's first.
-        """
+        """A of every token, [B, L]: GAE over each completion; a turn's last state is the next turn's first."""
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)  # the tokens that count, one after the other
             found = self.advantages(*(x.gather(1, order) for x in (reward, value, mask)))

@@ -65,9 +65,7 @@ class RLOO(GRPO):
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the sampler's log-probabilities are compared with a forward pass's, also in the KL, which must be 0
-        for equal weights.
-        """
+        """Whether the sampler's log-probabilities meet a forward pass's, also in the KL, 0 for equal weights."""
         return self.kl_coefficient > 0 or super().compares_with_sampler
 
     # ---------------------------------------------------------------- experience
@@ -98,9 +96,7 @@ class RLOO(GRPO):
     def evaluate_completions(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
     ) -> dict[str, Tensor]:
-        """Runs the forward passes that a generation needs: log π and entropy, [b, L] each, if sampling and training
-        differ in them; and log π_ref, likewise.
-        """
+        """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result = super().evaluate_completions(*text, filtered)
         if self.kl_coefficient:

@@ -23,11 +23,7 @@ Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]
 
 
 class RowCache(Cache):
-    """Keys and values of every layer, in :class:`RowLayer`.
-
-    All rows end in the same column: a shorter row begins further right, as with padding on the left. Rows that are
-    added later end in that column too.
-    """
+    """Keys and values of every layer, in :class:`RowLayer`; all rows end in the same column, also those added later."""
 
     def __init__(self, layers: int, made: Sequence[RowLayer] | None = None) -> None:
         self._rows = [RowLayer() for _ in range(layers)] if made is None else list(made)
@@ -65,9 +61,7 @@ class RowCache(Cache):
         self._place(self._first + [self._clock - prompts.lengths[source] for source in prompts.sources])
 
     def step(self) -> Tensor | None:
-        """Begins a forward pass of one token per row; returns the attention mask (n, width), or None if none is
-        needed.
-        """
+        """Begins a forward pass of one token per row; returns its mask (n, width), or None if none is needed."""
         self._clock += 1
         width = self._clock - min(self._first)
         return None if self._before is None else torch.arange(width, device=self._before.device) >= self._before

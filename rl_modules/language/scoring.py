@@ -34,10 +34,7 @@ def extent_in(batch: dict[str, Any]) -> Extent | None:
 
 
 def completion_positions(prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
-    """Returns the positions of each completion's tokens in their sequences, [b, L] with L the longest completion.
-
-    Column j is that of token j of the completion; after a completion's end its last place is repeated.
-    """
+    """Positions of each completion's tokens in their sequences, [b, L]; after its end the last place is repeated."""
     columns = torch.arange(int(length.max()) if width is None else width, device=length.device)
     return prompt_length.unsqueeze(1) + torch.minimum(columns, length.unsqueeze(1) - 1)
 
@@ -146,9 +143,7 @@ def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tenso
 
 
 def score_head(model: Any, states: Tensor) -> Tensor:
-    """The head's output for hidden states, [..., 1], in its own dtype, which is float32 where it is trained; autocast
-    would round it to 8 bits.
-    """
+    """The head's output for hidden states, [..., 1], in its own dtype, which autocast would round."""
     head = _unwrapped(model).score
     dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
     with torch.autocast(states.device.type, enabled=False):

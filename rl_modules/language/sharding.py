@@ -91,12 +91,8 @@ def split_models(module: Any, is_new: bool) -> None:
 def splitter(strategy: Any) -> Splitter:
     """How the strategy's sizes and precision split a module's weights.
 
-    ``tensor_parallel_size`` ranks share one copy of the weights, and ``data_parallel_size`` such copies exist (HSDP:
-    gradients are summed within a copy, then over copies). By default a node's ranks share a copy. Where either size is
-    1, all ranks share one copy.
-
-    Under ``bf16-mixed`` and ``bf16-true`` weights travel and multiply in bfloat16; the shares that the optimizer steps,
-    and the sums of gradients, are float32.
+    ``tensor_parallel_size`` ranks share one copy of the weights, and ``data_parallel_size`` such copies exist (HSDP).
+    Where either is 1, all ranks share one. In 16 bits the shares that train, and sums of gradients, are float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -123,11 +119,7 @@ def shard(model: Any, split: Splitter) -> None:
 
 @contextmanager
 def storage_on_first_rank() -> Iterator[None]:
-    """Models made inside have weights on the first rank, and shapes alone (torch's meta device) on the others.
-
-    Otherwise every process would read the whole model into the machine's memory. :func:`scatter` distributes the
-    weights.
-    """
+    """Models made inside have weights on the first rank, and shapes alone (torch's meta device) on the others."""
     if torch.distributed.get_rank() == 0:
         yield
         return
@@ -168,11 +160,7 @@ def scatter(module: nn.Module, weights: dict[str, Tensor], device: torch.device)
 
 @contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
-    """Gathers a sharded model's weights at its first forward pass in the context, and splits them again at the end.
-
-    Sampling runs a forward pass per token: without this each of them gathers every weight. A model that would take more
-    than half of the device's memory whole is gathered layer by layer as in training.
-    """
+    """Gathers a sharded model's weights once for all passes inside, if they take less than half of the device."""
     from torch.distributed.fsdp import FSDPModule
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -88,10 +88,7 @@ PEAKS = {
 
 
 def device_figures(model: Any, trainer: Any, rates: dict[str, float]) -> dict[str, float]:
-    """Peak memory of this rank, and the share of the device's peak speed that training takes in the operations of the
-    model: 6 per token and weight that trains, 4 for a frozen one. Empty on a CPU; no share for a card or precision
-    without a known peak.
-    """
+    """Peak memory of this rank, and the share of peak speed that training takes: 6 operations per token and weight."""
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return {}

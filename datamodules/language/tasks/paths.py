@@ -214,9 +214,7 @@ class Paths(Task):
 
 
 def random_graph(nodes: str, out_degree: int, seed: int) -> dict[str, str]:
-    """The successors of each node, ``out_degree`` of them in alphabetical order, of a graph in which every node is
-    reached from every other.
-    """
+    """The successors of each node, ``out_degree`` in alphabetical order; every node is reached from every other."""
     rng = random.Random(stream_seed(seed, 0, "graph"))
     trip = rng.sample(nodes, len(nodes))
     following = dict(zip(trip, trip[1:] + trip[:1], strict=True))

@@ -103,10 +103,7 @@ class ReasoningGym(Task):
 
 
 def secure_scorer(dataset: Any) -> bool:
-    """Keeps a dataset's scorer, and those of datasets that it is composed of, from running an answer as code: where one
-    calls ``eval`` to read lists, its module gets ``ast.literal_eval`` by that name. Returns whether one hands answers
-    to SymPy's parser, so that they must be checked beforehand.
-    """
+    """Keeps a dataset's scorer from running an answer as code; returns whether one hands answers to SymPy's parser."""
     parts = getattr(dataset, "datasets", None)
     if isinstance(parts, dict):
         secured = [secure_scorer(part) for part in parts.values()]  # all of them, where any() would stop at the first

@@ -49,9 +49,7 @@ def hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
 
 
 def last_mlp(model: Any) -> nn.Module | None:
-    """Returns the last block's feed-forward part if it reads one token at a time; None if not, or if it is
-    recomputed.
-    """
+    """Returns the last block's feed-forward part; None if it mixes tokens, or is recomputed."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Newer versions of transformers warn of the old name.
     old, new = "is_gradient_checkpointing", "is_activation_checkpointing"

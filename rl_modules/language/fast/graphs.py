@@ -71,11 +71,7 @@ def _free(device: torch.device) -> int:
 
 
 class GraphCache(RowCache):
-    """Keys and values of ``slots`` rows of at most ``columns`` tokens, decoded by graphs; row i is in slot i.
-
-    The tensors stay where they are from one generation to the next, and so do weights that an optimizer changes in
-    place: the graphs are captured once.
-    """
+    """Keys and values of ``slots`` rows of at most ``columns`` tokens, in tensors that stay for captured graphs."""
 
     def __init__(self, layers: int, slots: int, columns: int, device: torch.device, grouped: bool = False) -> None:
         super().__init__(layers, [FixedLayer() for _ in range(layers)])
@@ -259,10 +255,7 @@ class FixedLayer(RowLayer):
 
 
 class CastWeights:
-    """Copies of a model's matrices in autocast's dtype, which a graph reads in place of casting them in every step.
-
-    Autocast keeps its own casts only until its context ends, and a graph outlives that.
-    """
+    """Copies of a model's matrices in autocast's dtype, for a graph, which outlives autocast's own casts."""
 
     def __init__(self, model: nn.Module) -> None:
         kind = next(model.parameters()).device.type
@@ -320,10 +313,7 @@ def new_cache(model: Any, grouped: bool, longest: int, slots: int) -> GraphCache
 
 
 def held_cache(model: Any, grouped: bool, longest: int, slots: int, share: float) -> GraphCache:
-    """The cache for so many rows of this model, with the graphs of earlier generations where these still hold.
-
-    ``share`` of the device's memory is kept from one generation to the next.
-    """
+    """The cache for so many rows, with earlier graphs where they hold; ``share`` of the device's memory is kept."""
     held, traits = _held.get(model), _traits(model)
     if held is None or held.traits != traits:
         release(model)

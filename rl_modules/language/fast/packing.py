@@ -113,10 +113,7 @@ def can_pack_scores(model: Any) -> bool:
 def _keeps_pairs_apart(
     model: Any, judge: Callable[[dict[str, Tensor]], Tensor], alone: Callable[[Tensor, Tensor], Tensor]
 ) -> bool:
-    """Whether a model accepts the mask of packed rows and computes the same with it as without packing.
-
-    ``judge`` returns numbers of a batch's answers, [2b, n], and ``alone`` those of one prompt and answer, at most [n].
-    """
+    """Whether a model computes ``judge``'s numbers [2b, n] with the mask of packed rows as it does ``alone``."""
 
     def compare() -> tuple[Tensor, Tensor, Tensor]:
         """Numbers of two pairs' answers: in one row, alone, and padded."""

@@ -38,11 +38,7 @@ def agrees(
     exact: bool = False,
     must_run: bool = False,
 ) -> bool:
-    """Returns whether a fast path gives this model's own numbers; cached per model and attention implementation.
-
-    The comparison runs in evaluation mode, without gradient and, where weights are float32 and attention takes them,
-    outside of autocast. It draws no random numbers.
-    """
+    """Whether a fast path gives this model's own numbers in evaluation mode; cached per model and attention."""
     found = _known.setdefault(model, {})
     key = (what, str(model.config._attn_implementation))
     if key not in found:
@@ -101,9 +97,7 @@ def require_left_to_right(model: Any) -> None:
 
 
 def warn_of_noise(model: Any) -> None:
-    """Warns if a model in training mode is random although ``remove_dropout`` has set its rates to 0. Log-probabilities
-    of training then differ from those of the policy that acted.
-    """
+    """Warns if a model in training mode is random although ``remove_dropout`` has set its rates to 0."""
     tokens = probe_texts(model, [8])[0][None]
     found: list[Tensor] = []
     with _plainly(model, training=True), first_layers(model):
@@ -169,11 +163,7 @@ def _plainly(model: Any, training: bool = False) -> Iterator[None]:
 
 
 def _autocast_dtype(model: Any) -> torch.dtype | None:
-    """Returns the dtype that a check is autocast to; None: it computes in that of the weights.
-
-    Float32 weights are compared exactly. Flash attention takes 16 bits only, also where a fit begins or a datamodule
-    asks, outside of the autocast of training.
-    """
+    """The dtype that a check is autocast to, where attention takes 16 bits only; None: that of the weights."""
     weight = next(model.parameters())
     is_float32, kind = weight.dtype in (torch.float32, torch.float64), weight.device.type
     if is_float32 and "flash" not in str(model.config._attn_implementation):
@@ -237,11 +227,7 @@ def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 @contextmanager
 def first_layers(model: Any) -> Iterator[bool]:
-    """Inside, the model has only its first layers: as many as hold every kind of layer and end with the last one's.
-
-    A self-check reads all weights of a model in each pass. A model's layers repeat a few kinds, so the first ones give
-    the same result in a tenth of the time. The layers are the model's own, not copies.
-    """
+    """Inside, the model has only its first layers, one of every kind, so that a check takes a tenth of the time."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, config = body_of(network), text_config(network.config)
     found = None if is_sharded(model) else blocks_of(body)

@@ -31,9 +31,8 @@ _current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding unde
 class SharedPromptCache(RowCache):
     """Keys and values of each prompt once, and of each row's new tokens.
 
-    The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'. A
-    model that changes keys or values after the cache (as multi-head latent attention does) can't share them. This is
-    detected while the first prompts run; the cache then works as a :class:`RowCache`.
+    A model that changes them after the cache (multi-head latent attention) can't share them; this is detected while the
+    first prompts run, and the cache works as a :class:`RowCache`.
     """
 
     #: (n,): the prompt of each row.
@@ -168,11 +167,7 @@ def _one_above(first: Tensor, second: Tensor) -> Tensor:
 
 
 def can_share_prompts(model: Any, device: torch.device) -> bool:
-    """Returns whether the model accepts this attention function and becomes faster with it.
-
-    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. On other devices
-    sdpa is one fused kernel and these products are a dozen; this has not been measured.
-    """
+    """Whether the model takes this attention, which is faster on a CPU; elsewhere sdpa is one fused kernel."""
     return device.type == "cpu" and can_group(model)
 
 

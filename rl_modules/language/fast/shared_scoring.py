@@ -27,11 +27,7 @@ _SMALLEST = 8
 
 
 def can_share(model: Any, width: int) -> bool:
-    """Returns whether completions need only the prompt's keys and values, also for gradients.
-
-    ``width`` is the columns of the layout that completions are read in: padding between a prompt and its completion
-    counts for a sliding window, so that none may be shorter than the layout.
-    """
+    """Whether completions need only the prompt's keys and values, also for gradients, in ``width`` columns."""
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     window = shortest_window(model.config)
     # Sharded ranks must call the model equally often, whatever rows each has. Other attention kernels treat masks
@@ -90,10 +86,7 @@ def grouped_log_probs(
     entropy: bool = False,
     filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log π of every completion token, and the entropies if asked for, as ``completion_log_probs`` has them, [b, L].
-
-    Rows with equal numbers in ``group`` [b] have the same prompt.
-    """
+    """``completion_log_probs`` of rows of which those with equal numbers in ``group`` [b] have the same prompt."""
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())
     prompt_width = int(prompt_length.max())

@@ -161,10 +161,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
-    """Infers from an example how a model processes its output layer's result; returns False if it can't be inferred.
-
-    Possible are no change, a factor or divisor (Granite, Cohere) and a soft cap (Gemma-2), each a number in its config.
-    """
+    """Infers from an example how a model scales (Granite, Cohere) or caps (Gemma-2) its logits; False if it can't."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if any(True for _ in network.parameters(recurse=False)):
         return False  # a weight of the model's own may follow the output layer
@@ -198,10 +195,8 @@ def tiled_at(
 ) -> TokenStatistics:  # fmt: skip
     """:func:`~rl_modules.language.logits.log_probs_at` by tiles; ``target`` is [1, m].
 
-    A sharded model gathers the weights of its output layer for its own forward pass, and again for the backward pass
-    once a gradient reaches its output. Therefore its output is made to depend on the result, and the result on the
-    output, by a product with 0. The gradient then reaches the output, and the weights are gathered, before the tiles
-    need them.
+    A sharded model's output and the result depend on each other by a product with 0, so that its weights are gathered
+    in the backward pass before the tiles need them.
     """
     within = is_sharded(model)
     states: list[Tensor] = []

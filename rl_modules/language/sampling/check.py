@@ -39,10 +39,7 @@ warn_once = functools.cache(log.warning)
 def cache_for(
     implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int, graph_memory: float
 ) -> RowCache | None:
-    """The fastest cache that is exact for this model, empty; None: the model's own ``generate``.
-
-    Arguments as for :func:`~rl_modules.language.sampling.sample`; ``slots`` rows of ``longest`` tokens will be decoded.
-    """
+    """The fastest exact cache for ``slots`` rows of ``longest`` tokens; None: the model's own ``generate``."""
     network, device = transformers_model(model), next(model.parameters()).device
     graphs = wants_graphs(implementation, model)
     if graphs and synced_gpus:

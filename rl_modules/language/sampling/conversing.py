@@ -21,9 +21,8 @@ from rl_modules.language.sampling.turns import Further, Partner
 class Conversing(_Decoding):
     """One call of :func:`~rl_modules.language.sampling.turns.converse` with the model itself.
 
-    What a row reads between two turns is fed token by token in the steps in which other rows write, so that no text is
-    read twice. A row that is not answered within the partner's patience leaves the batch with a copy of its keys and
-    values, and comes back with them.
+    What a row reads between turns is fed in the steps in which others write. A row that waits longer than the partner's
+    patience leaves the batch with a copy of its keys and values.
     """
 
     def __init__(

@@ -20,10 +20,9 @@ def truncations_of(policy: Any) -> list[str]:
 
 
 def correction_of(policy: Any) -> str:
-    """Returns the mode of the correction: the given one, or a default if another engine or older weights sample.
+    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample.
 
-    The default is TRL's, except where the sampler does not return which tokens its filters kept: there the weight of a
-    completion is the product of the kept masses of its tokens, which falls exponentially with the length.
+    Unless the sampler returns what its filters kept: a completion's weight would fall exponentially with its length.
     """
     given: str | None = policy.hparams[_NAME]
     if given is not None:

@@ -99,9 +99,7 @@ class _Decoding:
         self._called = True
 
     def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
-        """Runs the prompts of some rows and adds these rows to the cache; returns the rows and the logits after the
-        prompts.
-        """
+        """Runs the prompts of some rows and adds the rows to the cache; returns them and the prompts' logits."""
         part = self.prompts.part(rows)
         known = 0 if self._kept is None else 1  # the first prompt has been run for rows before these
         behind = [] if self._kept is None else [self._kept]
@@ -144,10 +142,7 @@ def decode(
     synced_gpus: bool,
     at_once: int | None = None,
 ) -> None:
-    """Runs each distinct prompt once, then draws token by token for the rows that have not ended.
-
-    If not all rows may be decoded together, waiting rows take the places of those that have ended.
-    """
+    """Runs each distinct prompt once, then draws token by token; waiting rows take the places of those that end."""
     decoding = _Decoding(model, cache, prompts, rule, draws, record, synced_gpus)
     with cache.attention(transformers_model(model)):
         decoding.run(Waiting(prompts, at_once))

@@ -61,9 +61,7 @@ class NextToken:
         return token.squeeze(-1), log_prob.squeeze(-1).float()
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The logarithms of the probabilities, up to a constant: (B, V) float32, -inf for what can't be drawn. At
-        temperature 0 the logits after the penalty, whose largest is the draw.
-        """
+        """The logarithms of the probabilities up to a constant, (B, V) float32; -inf for what can't be drawn."""
         scores = logits.float()
         if self.penalizes:
             if seen is None:
@@ -89,8 +87,7 @@ class NextToken:
 def uniforms(seeds: Sequence[int] | Tensor, steps: int) -> Tensor:
     """Returns numbers in [0, 1) that depend only on a row's seed and the step: one stream per row, whatever the batch.
 
-    A counter goes through a hash (Steele et al. 2014, "Fast splittable pseudorandom number generators", OOPSLA, with
-    Stafford's mixing constants 13): no generator has to be set up or kept per row.
+    Source: Steele et al. 2014, "Fast splittable pseudorandom number generators", OOPSLA, with Stafford's constants 13.
     """
     listed = seeds.tolist() if isinstance(seeds, Tensor) else seeds
     start = _mix(np.array([int(seed) % 2**64 for seed in listed], dtype=np.uint64) + _GOLDEN)

@@ -196,10 +196,7 @@ class EngineSampler:
 
 @torch.no_grad()
 def check_engine(model: Any, engine: Writer) -> None:
-    """Compares the engine's log-probabilities with a forward pass of the model whose weights it has.
-
-    This detects weights that were loaded under a wrong name or not at all, which raise no error in the engine.
-    """
+    """Compares the engine's log-probabilities with a forward pass: weights under a wrong name raise no error there."""
     device = next(model.parameters()).device
     words = text_config(model.config).vocab_size
     prompts = [[(7 * i + 3 * j) % words for j in range(3)] for i in range(_PROBE)]

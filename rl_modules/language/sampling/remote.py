@@ -360,10 +360,7 @@ class ServerSampler:
 
 
 def _parts(model: Any) -> Iterator[bytes]:
-    """A model's weights as safetensors of bounded size.
-
-    An output layer that is tied is sent once more: a server that ties it too overwrites it with the same numbers.
-    """
+    """A model's weights as safetensors of bounded size; a tied output layer is sent too."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, weight in named_weights(model, untied=True):

@@ -54,9 +54,7 @@ class Partner(Protocol):
 def converse(
     sampler: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
 ) -> Completions:
-    """Writes one completion per prompt in turns, by the sampler's own ``converse`` where it has one that fits. Tokens
-    of the partner have log-probability 0 and are not ``written``.
-    """
+    """Writes one completion per prompt in turns, by the sampler's own ``converse`` where it fits."""
     own = getattr(sampler, "converse", None)
     found: Completions | None = None if own is None else own(prompts, seeds, settings, partner)
     return by_turns(sampler, prompts, seeds, settings, partner) if found is None else found

@@ -25,10 +25,7 @@ _FEW = 1024
 
 
 def unties(kind: str) -> bool:
-    """Returns whether an engine of this kind needs a separate output layer on this machine, even if the model ties it.
-
-    vLLM's CPU build packs a tied output layer once, and does not see later weights of the embedding.
-    """
+    """Whether an engine needs a separate output layer: vLLM's CPU build packs a tied one once."""
     return kind == "vllm" and not torch.cuda.is_available()
 
 
@@ -72,9 +69,7 @@ class VLLMEngine:
         return [to_row(output.outputs[0], settings) for output in outputs]
 
     def support_options(self, settings: SamplingSettings) -> dict[str, int]:
-        """Parameters with which the engine returns the kept tokens: by a mask, which is only for a top k; or by the
-        log-probabilities of all tokens, where they are few enough.
-        """
+        """Parameters with which the engine returns the kept tokens: a mask, or all tokens' log-probabilities."""
         most = min(settings.top_k or self.spec.words, self.spec.words)
         if not settings.return_sampling_mask:
             return {}

@@ -28,12 +28,7 @@ _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 
 @torch.no_grad()
 def named_weights(model: Any, untied: bool) -> Weights:
-    """Yields each weight under its checkpoint's name; adapters are merged in, sharded weights are put together.
-
-    Only one weight at a time is gathered (or one layer, for an architecture that transformers stores in another form),
-    never a whole sharded model. All ranks of a sharded model iterate together. Buffers that a checkpoint holds, such as
-    the routing biases of DeepSeek-V3, are included.
-    """
+    """Yields each weight under its checkpoint's name, adapters merged in, sharded ones gathered one at a time."""
     network = transformers_model(model)
     tied = is_tied(network)
     plain = _renamed(network, itertools.chain(_merged(model, tied), _buffers(model)))
