@@ -136,13 +136,10 @@ class RowLayer(DynamicLayer):
 
     keys: Tensor
     values: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: (rows, heads, room, head size), for keys and for values; keys and values are views of them.
-        self._buffers: _States | None = None
-        self._kept: _States | None = None
-        self._count = self._begin = self._end = 0
+    #: (rows, heads, room, head size), for keys and for values; keys and values are views of them.
+    _buffers: _States | None = None
+    _kept: _States | None = None
+    _count = _begin = _end = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -24,9 +24,10 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.chosen_places import last_mlp
+from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.fast.packing import can_pack_scores, can_pack_texts
 from rl_modules.language.fast.self_check import require_left_to_right
-from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
+from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.fast.tiled_head import can_tile
 from rl_modules.language.lora import add_lora
@@ -331,7 +332,7 @@ def fast_paths(name: str) -> list[str]:
     """Which fast paths the self-check allows, in the order of the table's columns."""
     model = network(name)
     config = model.config.get_text_config(decoder=True)
-    kinds = [SharedPromptCache, RowCache] if can_share_prompts(model, torch.device("cpu")) else [RowCache]
+    kinds = [SharedPromptCache, RowCache] if can_group(model) else [RowCache]
     cache = next((kind for kind in kinds if decodes(model, lambda n, kind=kind: kind.for_model(config, n))), None)
     decoding = {SharedPromptCache: "shared prompts", RowCache: "rows", None: "generate"}[cache]
     try:

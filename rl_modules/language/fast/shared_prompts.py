@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rl_modules.language.fast.grouped_attention import attention_of, can_group
+from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.row_cache import Parked, RowCache
 
 if TYPE_CHECKING:
@@ -164,11 +164,6 @@ def _one_above(first: Tensor, second: Tensor) -> Tensor:
     """Prompts' keys or values as one tensor, padded on the left."""
     width = max(first.shape[2], second.shape[2])
     return torch.cat([pad(x, (0, 0, width - x.shape[2], 0)) for x in (first, second)])
-
-
-def can_share_prompts(model: Any, device: torch.device) -> bool:
-    """Whether the model takes this attention, which is faster on a CPU; elsewhere sdpa is one fused kernel."""
-    return device.type == "cpu" and can_group(model)
 
 
 def _attention(

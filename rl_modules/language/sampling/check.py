@@ -15,7 +15,7 @@ from rl_modules.fast import is_fast
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
-from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
+from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
@@ -37,7 +37,7 @@ warn_once = functools.cache(log.warning)
 
 
 def cache_for(
-    implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int, graph_memory: float
+    implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int, share: float
 ) -> RowCache | None:
     """The fastest exact cache for ``slots`` rows of ``longest`` tokens; None: the model's own ``generate``."""
     network, device = transformers_model(model), next(model.parameters()).device
@@ -48,8 +48,9 @@ def cache_for(
     elif graphs and (grouped := _groups(model, longest)) is not None:
         from rl_modules.language.fast.graphs import held_cache
 
-        return held_cache(model, grouped, longest, slots, graph_memory)
-    shares = is_fast() and can_share_prompts(network, device)
+        return held_cache(model, grouped, longest, slots, share)
+    # Elsewhere sdpa is one fused kernel.
+    shares = is_fast() and device.type == "cpu" and can_group(network)
     kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
     for kind in kinds:
         make = partial(kind.for_model, text_config(model.config))
@@ -126,27 +127,19 @@ def may_refill(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
         return False
     if synced_gpus:
         return True
+    make_cache: MakeCache = partial(type(cache).for_model, text_config(model.config))
     if hasattr(cache, "grouped"):
         from rl_modules.language.fast.graphs import new_cache
 
-        return refills(model, partial(new_cache, model, cache.grouped, slots=2))
-    return refills(model, partial(type(cache).for_model, text_config(model.config)))
+        make_cache = partial(new_cache, model, cache.grouped, slots=2)
+    return decodes(model, make_cache, "max_rows_in_flight rows are written part after part", at_once=2)
 
 
-def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
-    """Whether token-by-token decoding through a cache agrees with one forward pass per text."""
-    return _decodes(model, make_cache, "decoding", _PROMPTS, _NEW, None, instead)
-
-
-def refills(model: Any, make_cache: MakeCache) -> bool:
-    """Whether rows that begin while others are decoded have the log-probabilities of one forward pass per text."""
-    instead = "max_rows_in_flight rows are written part after part"
-    return _decodes(model, make_cache, "refilling", _LATER_PROMPTS, _LATER_NEW, 2, instead)
-
-
-def _decodes(
-    model: Any, make_cache: MakeCache, does: str, lengths: _Lengths, new: _Lengths, at_once: int | None, instead: str
-) -> bool:
+def decodes(model: Any, make_cache: MakeCache, instead: str = "", at_once: int | None = None) -> bool:
+    """Whether token-by-token decoding through a cache, or of two rows ``at_once`` whose places a third takes, has the
+    log-probabilities of one forward pass per text; else it says what is done ``instead``.
+    """
+    does, lengths, new = ("decoding", _PROMPTS, _NEW) if at_once is None else ("refilling", _LATER_PROMPTS, _LATER_NEW)
     longest = max(lengths) + max(new)
     if (made := make_cache(longest)) is None:
         return False

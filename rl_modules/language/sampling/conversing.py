@@ -45,21 +45,12 @@ class Conversing(_Decoding):
                     enumerate(zip(seeds, partner.limits, strict=True))], [0] * shape[0])  # fmt: skip
 
     def run(self, waiting: Waiting) -> None:
-        while len(waiting) or len(self.live) or self.partner.waiting:
+        while waiting.rows or len(self.live.row) or self.partner.waiting:
             if self.partner.waiting:
-                can_go_on = len(self.live) > 0 or len(waiting) > 0
+                can_go_on = len(self.live.row) > 0 or bool(waiting.rows)
                 self._come_back(self.partner.take(0.0 if can_go_on else None))
-            if rows := waiting.take(len(self.live) + len(self._parked)):
-                further = len(waiting) > 0 and waiting.next_prompt == self.prompts.sources[rows[-1]]
-                fresh, logits = self._begin(rows, further)
-                done = [False] * len(self.live) + self._draw(fresh, logits)
-                self.live.join(fresh)
-            elif len(self.live):
-                token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
-                done = self._draw(self.live, self.cache.advance(self._synced_step, token, position))
-            else:
-                continue
-            if any(done):
+            rows = waiting.take(len(self.live.row) + len(self._parked))
+            if (rows or len(self.live.row)) and any(done := self._step(rows, waiting)):
                 self._end_turns(done)
 
     def completions(self, written: Completions) -> Completions:

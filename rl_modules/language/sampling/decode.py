@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rl_modules.common.modules import on
-from rl_modules.language.row_cache import Forward, RowCache
+from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 
@@ -28,9 +28,6 @@ class _Live:
     position: Tensor  # (n,) of that token
     step: Tensor  # (n,) tokens drawn so far
     seen: Tensor | None = None  # (n, V) true for tokens that the row has; None where nobody asks
-
-    def __len__(self) -> int:
-        return len(self.row)
 
     def join(self, others: _Live) -> None:
         """Appends further rows."""
@@ -67,36 +64,40 @@ class _Decoding:
         self.cache, self.prompts, self.rule, self.draws, self.record = cache, prompts, rule, draws, record
         none = prompts.source[:0]
         self.live = _Live(none, none, none, none)
-        self._forward = _forward(model)
+        self._model, self._known = model, inspect.signature(transformers_model(model).forward).parameters
         self._synced, self._called = synced, False
         #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
 
     def run(self, waiting: Waiting) -> None:
-        while len(waiting) or len(self.live):
-            if rows := waiting.take(len(self.live)):
-                further = len(waiting) > 0 and waiting.next_prompt == self.prompts.sources[rows[-1]]
-                fresh, logits = self._begin(rows, further)
-                done = [False] * len(self.live) + self._draw(fresh, logits)
-                self.live.join(fresh)
-            else:
-                token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
-                logits = self.cache.advance(self._synced_step, token, position)
-                done = self._draw(self.live, logits)
+        while waiting.rows or len(self.live.row):
+            done = self._step(waiting.take(len(self.live.row)), waiting)
             if any(done):
                 if self.record.on_ended is not None:
                     self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
                 self.live.drop(done, self.cache)
 
-    def _synced_step(self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        self._meet(tokens.device)
-        return self._forward(cache, tokens, positions, mask)
+    def _step(self, rows: list[int], waiting: Waiting) -> list[bool]:
+        """Begins these rows, or where there are none goes on with the live ones; returns which have had their last."""
+        if not rows:
+            token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
+            return self._draw(self.live, self.cache.advance(self._forward, token, position))
+        further = bool(waiting.rows) and self.prompts.sources[waiting.rows[0]] == self.prompts.sources[rows[-1]]
+        fresh, logits = self._begin(rows, further)
+        done = [False] * len(self.live.row) + self._draw(fresh, logits)
+        self.live.join(fresh)
+        return done
 
-    def _meet(self, device: torch.device) -> None:
-        """Ranks with sharded weights call the model together."""
+    def _forward(self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the logits after the last token, (n, V); ranks with sharded weights call the model together."""
         if self._synced and self._called:
-            _any_rank(True, device)
+            _any_rank(True, tokens.device)
         self._called = True
+        # Models without position_ids have no positions but those that follow from the mask (ALiBi).
+        options = {name: x for name, x in (("position_ids", positions), ("logits_to_keep", 1)) if name in self._known}
+        output = self._model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
         """Runs the prompts of some rows and adds the rows to the cache; returns them and the prompts' logits."""
@@ -107,14 +108,13 @@ class _Decoding:
             lengths = part.lengths[known:]
             begin = part.tokens.shape[1] - max(lengths)
             tokens, positions, mask = (x[known:, begin:] for x in (part.tokens, part.positions, part.mask))
-            self._meet(tokens.device)
             self.cache.read()
             behind.append(self._forward(self.cache, tokens, positions, mask if len(set(lengths)) > 1 else None))
         logits = torch.cat(behind) if len(behind) > 1 else behind[0]
         self._kept = logits[-1:].clone() if further else None
         self.cache.admit(part, part.sources.count(0) if known else 0, further, min(_ROOM, len(self.draws)))
         row = on(logits.device, rows)
-        seen = part.seen(logits.shape[-1]) if self.rule.penalizes else None
+        seen = part.seen(logits.shape[-1]) if self.rule.repetition_penalty != 1 else None
         fresh = _Live(row, torch.empty_like(row), part.length[part.source] - 1, torch.zeros_like(row), seen)
         return fresh, logits[part.source]
 
@@ -160,7 +160,7 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
         """Draws tokens as a logits processor: allows only the drawn token of each row."""
         nonlocal seen
         step = input_ids.shape[1] - tokens.shape[1]
-        if rule.penalizes and seen is None:
+        if rule.repetition_penalty != 1 and seen is None:
             seen = prompts.seen(logits.shape[-1])
         scores = rule.scores(logits, seen)
         token, log_prob = rule.draw_from(scores, draws[step])
@@ -200,21 +200,6 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
 def transformers_model(model: Any) -> Any:
     """Returns the transformers model inside of a ``peft`` model, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _forward(model: Any) -> Forward:
-    """Returns a function from cache, tokens, positions and mask to the logits after the last token, (n, V)."""
-    known = inspect.signature(transformers_model(model).forward).parameters
-    options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-
-    def forward(cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        # Models without position_ids have no positions but those that follow from the mask (ALiBi).
-        where = {"position_ids": positions} if "position_ids" in known else {}
-        output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **where, **options)
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    return forward
 
 
 def _any_rank(value: bool, device: torch.device) -> bool:

@@ -24,22 +24,22 @@ class NextToken:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
-        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "1 or more, or None for all tokens")
-        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1], or None for all tokens")
-        _require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1], or None for all tokens")
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        rules = {
+            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            "top_k": (self.top_k is None or self.top_k >= 0, "1 or more, or None for all tokens"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "in (0, 1], or None for all tokens"),
+            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1], or None for all tokens"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0"),
+        }
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                raise UsageError(f"{name}={getattr(self, name)} must be {expected}")
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens may have probability 0."""
         cuts = bool(self.top_k) or (self.top_p or 1) < 1 or bool(self.min_p)
         return cuts and self.temperature > 0
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether :meth:`draw` needs to know the tokens that a row already has."""
-        return self.repetition_penalty != 1.0
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One token per row, by inverting the cumulative distribution."""
@@ -63,7 +63,7 @@ class NextToken:
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """The logarithms of the probabilities up to a constant, (B, V) float32; -inf for what can't be drawn."""
         scores = logits.float()
-        if self.penalizes:
+        if self.repetition_penalty != 1:
             if seen is None:
                 raise ValueError("seen is None, expected a mask of the tokens that each row has, for the penalty.")
             penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
@@ -108,8 +108,3 @@ def _mix(state: np.ndarray) -> np.ndarray:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
-
-
-def _require(holds: bool, name: str, value: float | None, expected: str) -> None:
-    if not holds:
-        raise UsageError(f"{name}={value} must be {expected}")

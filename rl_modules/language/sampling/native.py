@@ -15,7 +15,6 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
-from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
 from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
@@ -106,8 +105,7 @@ def sample(
     rows = len(prompts) * num_generations
     longest = min(max(map(len, prompts)) + max_completion_length, positions)
 
-    def cache_of(slots: int) -> RowCache | None:
-        return cache_for(cache_implementation, model, longest, synced_gpus, slots, graph_memory)
+    cache_of = functools.partial(cache_for, cache_implementation, model, longest, synced_gpus, share=graph_memory)
 
     def write(first: int, last: int, at_once: int | None) -> Completions:
         if last - first == rows:
@@ -117,9 +115,8 @@ def sample(
         batch = Prompts.of(asked, each, pad_token_id, device)
         limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
         draws = uniforms(seeds[first:last], int(limit.max())).to(limit.device)
-        listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
         ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
-        record = Record(limit, ends, pad_token_id, listener, return_sampling_mask and rule.truncates)
+        record = Record(limit, ends, pad_token_id, on_ended, return_sampling_mask and rule.truncates, first)
         cache = cache_of(min(at_once or last - first, last - first))
         if cache is None:
             generate(model, batch, rule, draws, record, synced_gpus)
@@ -127,13 +124,7 @@ def sample(
             decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
         return _completions(record, model)
 
-    with (
-        torch.no_grad(),
-        evaluation_mode(model.modules()),
-        without_router_logits(model),
-        without_plans(),
-        uncompiled(model),
-    ):
+    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
         if at_once >= rows:
             return write(0, rows, None)
         if may_refill(model, cache_of(at_once), synced_gpus):
@@ -196,13 +187,7 @@ class NativeSampler:
         if is_sharded(model) or device.type == "mps":
             return None
         at_once = rows_in_flight(model, prompts, 1, whole, self.max_rows_in_flight, False)
-        with (
-            torch.no_grad(),
-            evaluation_mode(model.modules()),
-            without_router_logits(model),
-            without_plans(),
-            uncompiled(model),
-        ):
+        with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
             longest = min(max(map(len, prompts)) + whole, positions)
             cache = cache_for("dynamic", model, longest, False, at_once, self.graph_memory)
             if cache is None or not may_refill(model, cache, False):
@@ -246,10 +231,6 @@ class NativeSampler:
         self.release()
 
 
-def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[int], finished: bool) -> None:
-    on_ended(first + row, tokens, finished)
-
-
 def _completions(record: Record, model: Any) -> Completions:
     broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
     if broken:
@@ -261,12 +242,6 @@ def _completions(record: Record, model: Any) -> Completions:
     kept, count = record.kept() if record.keeps else (None, None)
     count = None if count is None else count[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished, kept=kept, kept_count=count)
-
-
-def uncompiled(model: Any) -> AbstractContextManager[Any]:
-    """Runs compiled layers as they are: each number of rows and columns would be compiled anew."""
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def check_cache_implementation(value: str, graph_memory: float = 0.1) -> None:
@@ -281,14 +256,18 @@ def check_cache_implementation(value: str, graph_memory: float = 0.1) -> None:
 
 
 @contextmanager
-def without_router_logits(model: Any) -> Iterator[None]:
-    """Turns off the balance loss of a mixture of experts, which fails if a mask is longer than the tokens."""
+def plain_layers(model: Any) -> Iterator[None]:
+    """Turns off the balance loss of a mixture of experts, which fails if a mask is longer than the tokens, and
+    compiled layers, which each number of rows and columns would compile anew.
+    """
     config = text_config(model.config)
     asked = getattr(config, "output_router_logits", False)
     if asked:
         config.output_router_logits = False
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield
     finally:
         if asked:
             config.output_router_logits = asked

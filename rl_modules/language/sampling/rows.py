@@ -80,9 +80,11 @@ class Record:
     """The completions of all rows while they grow."""
 
     def __init__(
-        self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None, keeps: bool = False
-    ) -> None:
-        self.on_ended = on_ended
+        self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None,
+        keeps: bool = False, first: int = 0,
+    ) -> None:  # fmt: skip
+        #: The listener, which knows the rows by their numbers from ``first`` on.
+        self.on_ended, self._first = on_ended, first
         #: Whether the tokens that each was drawn from are written: rows and steps of each pass, and their kept tokens.
         self.keeps, self._kept = keeps, list[tuple[Tensor, ...]]()
         shape = (len(limit), int(limit.max()))
@@ -117,31 +119,21 @@ class Record:
             return
         columns = (row, self.length[row], self.finished[row], self.tokens[row])
         for number, length, finished, tokens in zip(*(column.tolist() for column in columns), strict=True):
-            self.on_ended(number, tokens[:length], finished)
+            self.on_ended(self._first + number, tokens[:length], finished)
 
 
 class Waiting:
     """Rows that are not decoded yet. Rows of one prompt follow each other, so that its forward pass serves them all."""
 
     def __init__(self, prompts: Prompts, at_once: int | None) -> None:
-        self._rows = sorted(range(len(prompts.sources)), key=prompts.sources.__getitem__)
-        self._sources = prompts.sources
-        self._at_once = len(self._rows) if at_once is None else at_once
-        self._taken = 0
+        self.rows = sorted(range(len(prompts.sources)), key=prompts.sources.__getitem__)
+        self._at_once = len(self.rows) if at_once is None else at_once
         self._least = max(1, int(_FREE * self._at_once))
-
-    def __len__(self) -> int:
-        return len(self._rows) - self._taken
 
     def take(self, live: int) -> list[int]:
         """Returns the rows to begin now, none while too few places are free."""
         free = self._at_once - live
-        if live and free < min(self._least, len(self)):
+        if live and free < min(self._least, len(self.rows)):
             return []
-        begin, self._taken = self._taken, min(self._taken + free, len(self._rows))
-        return self._rows[begin : self._taken]
-
-    @property
-    def next_prompt(self) -> int | None:
-        """The prompt of the first row that waits; None: no row does."""
-        return self._sources[self._rows[self._taken]] if len(self) else None
+        taken, self.rows = self.rows[:free], self.rows[free:]
+        return taken

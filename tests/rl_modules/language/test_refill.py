@@ -167,10 +167,10 @@ def test_a_listener_hears_of_rows_by_their_number():
 def test_waiting_rows_go_in_groups():
     prompts = Prompts.of([[5], [6], [7], [5]], 2, 0, torch.device("cpu"))
     waiting = Waiting(prompts, 8)
-    assert waiting.take(0) == [0, 1, 6, 7, 2, 3, 4, 5] and not len(waiting) and waiting.next_prompt is None
+    assert waiting.take(0) == [0, 1, 6, 7, 2, 3, 4, 5] and not waiting.rows
     waiting = Waiting(prompts, 4)
-    assert waiting.take(0) == [0, 1, 6, 7] and waiting.next_prompt == 1
-    assert waiting.take(4) == [] and waiting.take(3) == [2] and waiting.next_prompt == 1
+    assert waiting.take(0) == [0, 1, 6, 7] and waiting.rows[0] == 2
+    assert waiting.take(4) == [] and waiting.take(3) == [2] and waiting.rows[0] == 3
     waiting = Waiting(Prompts.of([[5]], 100, 0, torch.device("cpu")), 40)
     assert len(waiting.take(0)) == 40 and waiting.take(31) == [] and len(waiting.take(30)) == 10
     assert len(waiting.take(0)) == 40 and len(waiting.take(30)) == 10 and waiting.take(12) == []
