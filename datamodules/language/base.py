@@ -344,10 +344,10 @@ class LanguageDataModule(LanguageArguments):
             from datamodules.language.dialogues import opened
 
             records = opened(records, written, k)
-        self.rewards.take_logged()  # of a call that was interrupted
+        self.rewards.take_notes()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
         texts = joined_sequences([record["prompt_ids"] for record in records], written, k, self._pad_id)
-        return {**scored, **texts, "logged": self.rewards.take_logged()}
+        return {**scored, **texts, "logged": self.rewards.take_notes()["logged"]}
 
     def complete(
         self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],

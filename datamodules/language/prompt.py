@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -182,10 +182,10 @@ class PromptDataModule(LanguageDataModule):
         super().forget_records()
         self.demonstrations = None
 
-    @property
-    def policy(self) -> "CompletionLearner":
-        """The module in training."""
-        return cast("CompletionLearner", super().policy)
+    if TYPE_CHECKING:
+
+        @property
+        def policy(self) -> "CompletionLearner": ...
 
     @property
     def generation_size(self) -> int:
@@ -296,12 +296,12 @@ class PromptDataModule(LanguageDataModule):
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
-        self._take_notes()  # an evaluation's
+        self.rewards.take_notes()  # an evaluation's
         rollout = self._first_round(n_prompts)
         if self.generation == 0:
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
-            return {**rollout, **self._take_notes()}
+            return {**rollout, **self.rewards.take_notes()}
         lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
         for _ in range(self.dynamic_sampling):
             # Every rank draws equally many, because otherwise the ranks' collectives would not match.
@@ -318,7 +318,7 @@ class PromptDataModule(LanguageDataModule):
             self._warned_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
-        return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
+        return {**rollout, "missing": lacking / n_prompts, **self.rewards.take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
         """Refuses a first generation of several prompts without any reward."""
@@ -330,10 +330,6 @@ class PromptDataModule(LanguageDataModule):
         if not self._largest_over_ranks(is_judged):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
-
-    def _take_notes(self) -> dict[str, Any]:
-        """Returns the reward functions' failures and logged values since the last call."""
-        return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""

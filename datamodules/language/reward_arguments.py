@@ -107,26 +107,6 @@ class RewardLog:
         self.columns.append((str(column), values))
 
 
-def means(logs: Iterable[RewardLog]) -> dict[str, tuple[float, int]]:
-    """The mean of each metric over completions, and its weight: the completions that it was logged for."""
-    sums: dict[str, tuple[float, int]] = {}
-    for log in logs:
-        for name, value in log.metrics:
-            total, weight = sums.get(name, (0.0, 0))
-            sums[name] = total + value * log.count, weight + log.count
-    return {name: (total / weight, weight) for name, (total, weight) in sums.items()}
-
-
-def rows(logs: Iterable[RewardLog], count: int) -> list[dict[str, Any]]:
-    """The logged columns of each of a batch's completions."""
-    found: list[dict[str, Any]] = [{} for _ in range(count)]
-    for log in logs:
-        for column, values in log.columns:
-            for i, value in enumerate(values, log.start):
-                found[i][column] = value
-    return found
-
-
 # ---------------------------------------------------------------- the progress of the run
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language import reward_arguments
 from datamodules.language.coroutines import EventLoop, TooLong
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import (
@@ -72,9 +71,10 @@ class RewardFunctions(Stateful):
         #: Returns the text that the model reads of a record; None: unknown.
         self.as_read: Callable[[dict[str, Any]], str] | None = None
         self._wants_text = any(RENDERED in parameters_of(func) for func in self.funcs)
+        self._is_coroutine = list(map(_is_coroutine_function, self.funcs))
         #: Whether a function may return a list of numbers for a completion, one per token.
         self.by_token = False
-        #: The calls of the last batch, and what was logged since the last call of :meth:`take_logged`.
+        #: The calls of the last batch, and what was logged and failed since the last call of :meth:`take_notes`.
         self._last: list[Call] = []
         self._logged: list[RewardLog] = []
         self._failures = dict.fromkeys(self.names, 0)
@@ -99,14 +99,15 @@ class RewardFunctions(Stateful):
             UsageError: a function fails on every sample (see the class), needs a column that is missing, or returns
                 anything but B numbers.
         """
+        if self.workers == 1:
+            calls = self.score(0, records, completions, completion_ids, self.trainer_state)
+            return self.joined(calls, records, completions)
 
         def score(part: tuple[int, int], functions: Sequence[int]) -> list[Call]:
             here = slice(*part)
             ids = None if completion_ids is None else completion_ids[here]
             return self.score(part[0], records[here], completions[here], ids, self.trainer_state, functions)
 
-        if self.workers == 1:
-            return self.joined(score((0, len(records)), range(len(self))), records, completions)
         parts = [(part, [function]) for function in range(len(self)) for part in self._parts(records)]
         with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
             calls = [call for found in pool.map(score, *zip(*parts, strict=True)) for call in found] if parts else []
@@ -142,18 +143,17 @@ class RewardFunctions(Stateful):
             given[RENDERED] = [self.as_read(record) for record in records]
         if state is not None:
             given["trainer_state"] = state
-        numbers = range(len(self)) if functions is None else functions
+        numbers = range(len(self.funcs)) if functions is None else functions
         calls = [Call(j, self.names[j], first, given, accepted(self.funcs[j], self.names[j], given)) for j in numbers]
         # Coroutine functions run at once, the others in turn.
-        begun = [self._begin(call, 0, len(records)) if _is_coroutine_function(self.funcs[call.function]) else None
-                 for call in calls]  # fmt: skip
+        begun = [self._begin(call, 0, len(records)) if self._is_coroutine[call.function] else None for call in calls]
         for call, running in zip(calls, begun, strict=True):
             call.values = self._scores(call, 0, len(records), running)
         return calls
 
     def joined(self, calls: Sequence[Call], records: Sequence[dict[str, Any]], completions: Sequence[str]) -> Tensor:
         """The rewards of a whole batch from the calls of all its parts, [B, F]; counts and reports failures."""
-        rewards = torch.full((len(records), len(self)), math.nan, dtype=torch.float32)
+        rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         self._last = sorted(calls, key=lambda call: (call.function, call.first))
         self._logged += [log for call in self._last for log in call.logs]
         for call in self._last:
@@ -169,13 +169,8 @@ class RewardFunctions(Stateful):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a function failed on a sample since the last call of :meth:`take_failures`."""
+        """Whether a function failed on a sample since the last call of :meth:`take_notes`."""
         return any(self._failures.values())
-
-    def take_failures(self) -> dict[str, int]:
-        """Number of samples that each function has failed on since the last call of this method."""
-        taken, self._failures = self._failures, dict.fromkeys(self.names, 0)
-        return taken
 
     def note(self, metrics: dict[str, tuple[float, int]]) -> None:
         """Adds the caller's own means of metrics and their weights to what the functions logged."""
@@ -184,14 +179,27 @@ class RewardFunctions(Stateful):
             log.log_metric(name, mean)
             self._logged.append(log)
 
-    def take_logged(self) -> dict[str, tuple[float, int]]:
-        """The mean of each metric that the functions logged since the last call of this method, and its weight."""
-        taken, self._logged = self._logged, []
-        return reward_arguments.means(taken)
+    def take_notes(self) -> dict[str, dict[str, Any]]:
+        """What happened since the last call of this method: the number of samples that each function ``failed`` on, and
+        of each metric that was ``logged`` the mean over completions, and its weight, those that it was logged for.
+        """
+        failed, self._failures = self._failures, dict.fromkeys(self.names, 0)
+        logs, self._logged = self._logged, []
+        sums: dict[str, tuple[float, int]] = {}
+        for log in logs:
+            for name, value in log.metrics:
+                total, weight = sums.get(name, (0.0, 0))
+                sums[name] = total + value * log.count, weight + log.count
+        return {"failed": failed, "logged": {name: (total / weight, weight) for name, (total, weight) in sums.items()}}
 
     def extra(self, count: int) -> list[dict[str, Any]]:
         """The values that functions logged for each of the last batch's ``count`` completions, by column."""
-        return reward_arguments.rows([log for call in self._last for log in call.logs], count)
+        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        for log in (log for call in self._last for log in call.logs):
+            for column, values in log.columns:
+                for i, value in enumerate(values, log.start):
+                    found[i][column] = value
+        return found
 
     def token_rewards(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor | None:
         """Rewards by token, [B, L, F] float32: a number per completion goes to its last token; None: all are such."""
@@ -222,7 +230,7 @@ class RewardFunctions(Stateful):
         func, log = self.funcs[call.function], RewardLog(call.first + start, stop - start)
         part = own_part(call.arguments, start, stop)
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
-        if _is_coroutine_function(func):
+        if self._is_coroutine[call.function]:
             return log, self._loop.start(partial(func, **part), self.time_limit_s)
         return log, partial(self._call, func, part)
 

@@ -132,6 +132,11 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
                          "model's layer_types name; leave it as it is")  # fmt: skip
 
 
+def transformers_model(model: Any) -> Any:
+    """Returns the transformers model inside of a ``peft`` model, whose adapters are in its layers, or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def text_config(config: PretrainedConfig) -> Any:
     """Returns the config of the language model: a part of the config of a model that also takes images or sound."""
     return config.get_text_config(decoder=True)
@@ -270,7 +275,7 @@ def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_adde
 @contextmanager
 def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
     """Collects the logits of every layer's router, [rows · width, experts] each, in the context's passes."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     found: list[tuple[Tensor, ...]] = []
     hook = network.register_forward_hook(lambda module, inputs, output: found.append(output.router_logits))
     try:
@@ -281,7 +286,7 @@ def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: int) -> Tensor:
     """Returns the model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     function = getattr(sys.modules[type(network).__module__], "load_balancing_loss_func", None)
     if function is None:
         raise UsageError(f"output_router_logits=true: {type(network).__name__} has no load balancing loss in "

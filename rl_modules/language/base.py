@@ -27,6 +27,7 @@ from rl_modules.language.architecture import (
     plain_config,
     refuse_loading_arguments,
     text_config,
+    transformers_model,
 )
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.learning_rate import beside_scheduler, check_schedule, make_schedule, without_warmup
@@ -46,7 +47,6 @@ from rl_modules.language.precision import (
     float32_by_default,
     require_float32_masters,
 )
-from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
 from rl_modules.loggers import log_settings
@@ -353,6 +353,9 @@ class LanguageModule(LanguageMetrics):
         trainer: Any = self.trainer
         if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
             trainer.callbacks = [*trainer.callbacks, BatchCheck()]
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
 
     def _on_fit_start(self) -> None:
         log_settings(self.trainer)

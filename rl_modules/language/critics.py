@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import remove_dropout
+from rl_modules.language.architecture import remove_dropout, transformers_model
 from rl_modules.language.lora import add_lora, begins_unchanged, merged
 from rl_modules.language.models import make_model
-from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
 from rl_modules.language.sharding import Splitter

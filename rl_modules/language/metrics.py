@@ -112,17 +112,13 @@ class LanguageMetrics(Algorithm):
         if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
             hand_to_callbacks(self.trainer, self.summarize(self._means_over_ranks()))
 
-    def _after_on_train_batch_end(self) -> None:
-        self.write_due_metrics()
-
     def write_due_metrics(self) -> None:
         """Logs one point of every training curve at each multiple of ``logging_steps``, once."""
         step = self.trainer.global_step
         if step != self._logged_at and step % self.logging_steps == 0:
             self.write_metrics()
 
-    def _on_train_end(self) -> None:
-        self._write_last_point()
+    _after_on_train_batch_end = write_due_metrics
 
     def _on_fit_end(self) -> None:
         # A complete run that is resumed does not train; its checkpoint was written before the last point.
@@ -136,6 +132,8 @@ class LanguageMetrics(Algorithm):
             unfinished = copy(self._means), self.regular_metrics
             self.write_metrics()
             self._means, self.regular_metrics = unfinished
+
+    _on_train_end = _write_last_point
 
     def write_metrics(self) -> None:
         """Logs one point of every training curve: means since the last point, over all ranks."""
@@ -175,8 +173,7 @@ class LanguageMetrics(Algorithm):
             refuse_bare_monitor(name, callback, {*means, *self.latest_metrics})
         hand_to_callbacks(self.trainer, {name: means[name] for name in unknown if name in means})
 
-    def _after_on_train_epoch_end(self) -> None:
-        self._answer_monitors()
+    _after_on_train_epoch_end = _answer_monitors
 
     def _on_validation_start(self) -> None:
         if self.is_fitting and not self.trainer.sanity_checking:

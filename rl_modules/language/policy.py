@@ -163,9 +163,6 @@ class LanguagePolicy(LanguageModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.log_completions(batch, batch_idx)
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.log_completions(batch, batch_idx)
-
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         return batch
 

@@ -106,7 +106,8 @@ class PreferencePolicy(PolicyWithReference):
             return self._compute_reference(batch)
         table = self._table(data, int(batch["index"].max()) + 1)
         index = batch["index"].to(table.device)
-        if self._any_rank(bool(table[index].isnan().any())):
+        # Under sharding all ranks or none must run the reference.
+        if self.most_over_ranks(int(table[index].isnan().any())):
             # Known values stay, so that a pair is compared with the same value throughout a run.
             computed = torch.stack(self._compute_reference(batch), 1).to(table)
             table[index] = torch.where(table[index].isnan(), computed, table[index])
@@ -135,13 +136,6 @@ class PreferencePolicy(PolicyWithReference):
             self._tables[key] = table = grown
         return table
 
-    def _any_rank(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank: under sharding all ranks or none must run the reference."""
-        if self._world_size == 1:
-            return flag
-        value = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
-        return bool(self.trainer.strategy.reduce(value, reduce_op="sum"))
-
     # ---------------------------------------------------------------- evaluation
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -150,9 +144,6 @@ class PreferencePolicy(PolicyWithReference):
             self.log_completions(batch, batch_idx)
         else:
             self.log_pairs(batch)
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Returns implicit rewards of the answers, [b] each, with their ``texts``; completions unchanged."""

@@ -120,9 +120,6 @@ class RewardModel(LanguageModule):
         loss = self.loss(chosen, rejected, batch["margin"])
         self.preference_metrics.update(chosen, rejected, loss, batch["probability"])
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Returns normalised scores of both answers, [b] each, with their ``texts``."""
         chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.language.architecture import transformers_model
 from rl_modules.language.logits import is_large, log_probs_at
 from rl_modules.language.sampling.support import Filter
 
@@ -144,7 +145,7 @@ def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tenso
 
 def score_head(model: Any, states: Tensor) -> Tensor:
     """The head's output for hidden states, [..., 1], in its own dtype, which autocast would round."""
-    head = _unwrapped(model).score
+    head = transformers_model(model).score
     dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
     with torch.autocast(states.device.type, enabled=False):
         return head(states.to(dtype))
@@ -152,13 +153,8 @@ def score_head(model: Any, states: Tensor) -> Tensor:
 
 def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
     """Returns the last layer's states, [b, T, hidden]."""
-    return _unwrapped(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+    return transformers_model(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
 
 def _gather_states(states: Tensor, place: Tensor) -> Tensor:
     return states.gather(1, place.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
-
-
-def _unwrapped(model: Any) -> Any:
-    """Returns the transformers model inside peft's wrapper, whose adapters are in its layers."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -113,9 +113,6 @@ class SFT(LanguagePolicy):
         }
         self.log_evaluation(metrics, found.log_prob.numel())
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity, exp of the mean loss per token."""
         for prefix in ("train/", "eval/"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import transformers_model
 
 #: Splits the weights of one module over ranks, in place.
 Splitter = Callable[[nn.Module], Any]
@@ -108,7 +109,7 @@ def splitter(strategy: Any) -> Splitter:
 
 def shard(model: Any, split: Splitter) -> None:
     """Splits a transformers model's weights over ranks; in place."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     blocks = set(getattr(network, "_no_split_modules", None) or ())
     parts = [module for module in network.modules() if type(module).__name__ in blocks]
     parts += [network.base_model, network.score] if hasattr(network, "score") else [network]

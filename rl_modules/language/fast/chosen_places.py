@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.fast.self_check import agrees, blocks_of, body_of, probe_texts
 
 #: Names of a block's feed-forward part in transformers' models.
@@ -50,7 +50,7 @@ def hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
 
 def last_mlp(model: Any) -> nn.Module | None:
     """Returns the last block's feed-forward part; None if it mixes tokens, or is recomputed."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     # Newer versions of transformers warn of the old name.
     old, new = "is_gradient_checkpointing", "is_activation_checkpointing"
     part = _feed_forward(network)
@@ -72,7 +72,7 @@ def _feed_forward(network: Any) -> nn.Module | None:
 
 
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     part = _feed_forward(network)  # of the last of the layers that the model has during the check
     text = probe_texts(model, [9])[0]
     place = torch.tensor([1, 4, 5, 8], device=text.device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.models import is_sharded
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _with_other_ending(model: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
     """Logits, or of a model with a ``score`` head the last hidden states."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     if isinstance(getattr(network, "score", None), nn.Module):
         return network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return model(input_ids=tokens, use_cache=False).logits
@@ -129,7 +129,7 @@ def _outputs(model: Any, tokens: Tensor) -> Tensor:
 
 def _largest_logit(model: Any) -> float:
     """The largest size of a logit of a short text; 0 for a model with a ``score`` head."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     if isinstance(getattr(network, "score", None), nn.Module):
         return 0.0
     return float(_outputs(model, probe_texts(model, [8])[0][None]).abs().max())
@@ -228,7 +228,7 @@ def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
 @contextmanager
 def first_layers(model: Any) -> Iterator[bool]:
     """Inside, the model has only its first layers, one of every kind, so that a check takes a tenth of the time."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     body, config = body_of(network), text_config(network.config)
     found = None if is_sharded(model) else blocks_of(body)
     kinds = None if found is None else getattr(config, "layer_types", None)

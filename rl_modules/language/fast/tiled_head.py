@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_modules import functional as F
 from rl_modules.functional.tokens import token_log_probs_gradient
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
 from rl_modules.language.logits import TokenStatistics, statistics
@@ -162,7 +162,7 @@ class _Tiles(torch.autograd.Function):
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
     """Infers from an example how a model scales (Granite, Cohere) or caps (Gemma-2) its logits; False if it can't."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network = transformers_model(model)
     if any(True for _ in network.parameters(recurse=False)):
         return False  # a weight of the model's own may follow the output layer
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.get_output_embeddings().modules()):

@@ -12,12 +12,12 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
-from rl_modules.language.architecture import max_length, text_config
+from rl_modules.language.architecture import max_length, text_config, transformers_model
 from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.decode import decode, generate, transformers_model
+from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.rows import Prompts, Record
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rl_modules.common.modules import on
+from rl_modules.language.architecture import transformers_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
@@ -195,11 +196,6 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
     finally:
         network.generation_config = own_config
     record.announce(torch.arange(len(done), device=done.device))
-
-
-def transformers_model(model: Any) -> Any:
-    """Returns the transformers model inside of a ``peft`` model, or the model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _any_rank(value: bool, device: torch.device) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.language.architecture import max_length, text_config
+from rl_modules.language.architecture import max_length, text_config, transformers_model
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.decode import decode, generate, transformers_model
+from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting

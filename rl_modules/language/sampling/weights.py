@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import max_length, text_config
+from rl_modules.language.architecture import max_length, text_config, transformers_model
 from rl_modules.language.lora import adapts_tied_weight
 from rl_modules.language.models import is_sharded
-from rl_modules.language.sampling.decode import transformers_model
 
 Weights = Iterator[tuple[str, Tensor]]
 Fingerprint = tuple[nn.Module, int, int]

@@ -98,7 +98,7 @@ def test_a_function_of_one_source_sees_its_completions_only():
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert rewards.names == ["a.inner", "b.later"]
     assert rewards.extra(4) == [{"seen": "1"}, {"seen": None}, {"seen": "333"}, {"seen": None}]
-    assert rewards.take_logged()["count"][0] == 2
+    assert rewards.take_notes()["logged"]["count"][0] == 2
     none = RewardFunctions([of_source(inner, "c")])(records, list("abcd"))
     assert none.isnan().all()
 

@@ -77,10 +77,10 @@ def test_a_mean_counts_every_completion_once(workers: int) -> None:
     call = RewardFunctions([logs, takes_columns], workers=workers)
     rewards = call(records(7), texts)
     assert rewards[:, 1].tolist() == [1.0] * 7
-    mean, weight = call.take_logged()["seven"]
+    mean, weight = call.take_notes()["logged"]["seven"]
     assert (mean, weight) == (pytest.approx(rewards[:, 0].mean().item(), rel=1e-6), 7)
     assert call.extra(7) == [{"reversed": text[::-1]} for text in texts]
-    assert call.take_logged() == {}
+    assert call.take_notes()["logged"] == {}
 
 
 @pytest.mark.parametrize("time_limit_s", [None, 60.0])
@@ -92,7 +92,7 @@ def test_what_a_failing_call_logged_is_not_counted(time_limit_s: float | None) -
     rewards = call(records(6), texts)
     assert rewards[:, 0].isnan().nonzero().flatten().tolist() == failing
     good = [value(text) for text in texts if value(text)]
-    assert call.take_logged() == {"of good ones": (pytest.approx(sum(good) / len(good)), len(good))}
+    assert call.take_notes()["logged"] == {"of good ones": (pytest.approx(sum(good) / len(good)), len(good))}
     assert call.extra(6) == [{} if value(text) == 0 else {"good": value(text)} for text in texts]
 
 

@@ -540,8 +540,8 @@ def test_none_for_the_samples_that_a_function_failed_on(bad, workers, capsys):
     expected = torch.tensor([math.nan if i in bad else 2.0 * i for i in range(64)])
     torch.testing.assert_close(scores[:, 0], expected, equal_nan=True, rtol=0, atol=0)
     assert scores[:, 1].tolist() == [float(i == 7) for i in range(64)], "other functions are not affected"
-    assert rewards.take_failures() == {"counted": len(bad), "exact_answer": 0}
-    assert rewards.take_failures() == {"counted": 0, "exact_answer": 0}
+    assert rewards.take_notes()["failed"] == {"counted": len(bad), "exact_answer": 0}
+    assert rewards.take_notes()["failed"] == {"counted": 0, "exact_answer": 0}
     printed = capsys.readouterr().out
     assert printed.count("counted") == (2 if bad else 0), "the name and the metric, in one line"
     if bad:

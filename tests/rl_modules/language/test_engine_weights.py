@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import transformers_model
 from rl_modules.language.sampling import factory, vllm, weights
-from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sampling.engine import NativeEngine, check_engine
 from rl_modules.language.sampling.factory import make_sampler
 from rl_modules.language.sampling.vllm import sampling_params
