@@ -15,7 +15,7 @@ from datamodules.environments import Environments
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, require_gymnasiums, require_registered
 from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader, gather_ranks, state_of_rank
-from rl_modules.common.checkpoint_file import chosen_by_checkpoint
+from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner

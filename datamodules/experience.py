@@ -9,12 +9,11 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
-from rl_modules.common.checkpoint_file import building, read_checkpoint
+from rl_modules.common.arguments import building
 from rl_modules.common.errors import UsageError
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared
-from rl_modules.ranks import cpu_group
 
 
 class LazyLoader:
@@ -78,6 +77,8 @@ class Experience(HasParts, Declared, L.LightningDataModule):
             UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
         """
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            from rl_modules.common.checkpoint_file import read_checkpoint
+
             read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
         with building(cls, kwargs):
             return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
@@ -154,6 +155,8 @@ def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
     """Every rank's state, on rank 0 (Lightning saves rank 0's alone); all ranks call it together."""
     if world_size == 1:
         return [own]
+    from rl_modules.ranks import cpu_group  # only several ranks need it
+
     states: list[Any] = [None] * world_size
     # Rank 0 writes the checkpoint; the other ranks do not need the states.
     torch.distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())

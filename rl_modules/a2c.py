@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules import ranks
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.contract import SHORT_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.settings import setting
@@ -73,7 +72,7 @@ class A2C(ActorCriticModule):
                 value_loss=value_loss,
                 entropy_loss=-policy.entropy().detach().mean(),
                 loss=loss,
-                explained_variance=ranks.explained_variance(batch["value"], batch["returns"], self._is_alone),
+                explained_variance=self.explained_variance(batch["value"], batch["returns"]),
             )
         return self.loss_over_ranks(loss, len(value))
 

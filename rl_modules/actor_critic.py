@@ -7,15 +7,13 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules import ranks
-from rl_modules.base import ControlModule, beside_network
+from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_sde
 from rl_modules.common.errors import check_widths
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
-from rl_modules.exploration import sde_sample_freq, use_sde
 from rl_modules.networks.actor_critic import ActorCritic
 
 
@@ -118,7 +116,12 @@ class ActorCriticModule(ControlModule):
         if self._is_alone and len(x) < 2:
             return x
         if self._whitened is None or self._whitened[0] is not x:
-            std, mean = torch.std_mean(x) if self._is_alone else ranks.std_mean(x)
+            if self._is_alone:
+                std, mean = torch.std_mean(x)
+            else:
+                from rl_modules import ranks  # only several ranks need it
+
+                std, mean = ranks.std_mean(x)
             self._whitened = x, (x - mean) / (std + 1e-8)
         return self._whitened[1]
 
@@ -129,4 +132,12 @@ class ActorCriticModule(ControlModule):
         if self.logs_this_epoch:
             if self.run.has_resets:
                 value, returns = value[valid], returns[valid]
-            self.record_now(explained_variance=ranks.explained_variance(value, returns, self._is_alone))
+            self.record_now(explained_variance=self.explained_variance(value, returns))
+
+    def explained_variance(self, value: Tensor, returns: Tensor) -> Tensor:
+        """Returns ``F.explained_variance`` over the transitions of all ranks, a scalar."""
+        if self._is_alone:
+            return F.explained_variance(value, returns)
+        from rl_modules import ranks
+
+        return ranks.explained_variance(value, returns)

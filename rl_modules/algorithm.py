@@ -8,21 +8,23 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
-from rl_modules.common.arguments import make_loadable, settings_of
-from rl_modules.common.checkpoint_file import CheckedCheckpointIO, building, read_checkpoint, widen
+from rl_modules.common.arguments import building, settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import Means
-from rl_modules.core.hooks import Parts, frame
-from rl_modules.core.resume import (
-    GlobalGenerators,
-    is_cut_off,
-    keep_earlier_checkpoint,
-    reopen_epoch,
-    skip_first_evaluation,
-)
+from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame, is_cut_off
 from rl_modules.core.settings import Declared
-from rl_modules.core.state import declared, forget_state, load_state, persistent, state_of, transient
-from rl_modules.ranks import CHECKPOINT, is_returning, of_other_ranks, of_this_rank
+from rl_modules.core.state import (
+    GlobalGenerators,
+    declared,
+    forget_state,
+    load_state,
+    persistent,
+    state_of,
+    transient,
+)
+
+#: Key of the checkpoint in the state dict that a rank returns to the process that started it.
+CHECKPOINT = "checkpoint_of_rank"
 
 
 @dataclass
@@ -32,7 +34,8 @@ class Run:
     #: Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     gradients: dict[str, Tensor] = field(default_factory=dict)
     generators: GlobalGenerators = field(default_factory=GlobalGenerators)
-    #: Whether this fit's training has begun.
+    #: Whether a checkpoint was loaded, and whether this fit's training has begun.
+    resumes: bool = False
     has_begun: bool = False
     #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
     optimizers_saved: list[str] | None = None
@@ -106,11 +109,15 @@ class Algorithm(Declared, L.LightningModule):
     # ---------------------------------------------------------------- parts of hooks
 
     def _setup(self, stage: str) -> None:
-        CheckedCheckpointIO.install(self._trainer)
         trainer: Any = self._trainer
+        CheckedCheckpointIO.install(trainer)
         trainer.callbacks = [*trainer.callbacks, Parts(self)]
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        from rl_modules.common.checkpoint_file import make_loadable
+        from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
+        from rl_modules.ranks import of_other_ranks
+
         keep_earlier_checkpoint(self._trainer, self.run.has_begun)
         make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
         checkpoint["algorithm"] = type(self).__name__
@@ -125,13 +132,17 @@ class Algorithm(Declared, L.LightningModule):
         checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        from rl_modules.common.checkpoint_file import widen
+        from rl_modules.ranks import of_this_rank
+
         widen(self, checkpoint.get("state_dict", {}))
         own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
         load_state(self, own.get("run", {}), settings=settings_of(checkpoint))
         self.run.generators.load(own.get("generators"))
         self.run.gradients = (own if self.stores_own_gradients else checkpoint).get("gradients", {})
         if self.is_fitting:
-            skip_first_evaluation(self.trainer)
+            self.run.resumes = True
+            self.trainer.num_sanity_val_steps = 0  # from an epoch's end Lightning would evaluate again
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         saved, here = checkpoint.get("algorithm"), type(self).__name__
@@ -146,6 +157,8 @@ class Algorithm(Declared, L.LightningModule):
 
         Lightning loads it there. That process has built no network, and would otherwise evaluate new weights.
         """
+        from rl_modules.ranks import is_returning
+
         weights = super().state_dict(*args, **kwargs)
         if args or kwargs or "_has_returned" in self.__dict__ or not is_returning(self._trainer):
             return weights
@@ -199,7 +212,8 @@ class Algorithm(Declared, L.LightningModule):
             UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
                 for its network, or weights of another network.
         """
-        from rl_modules.common.foreign_names import refuse_foreign_call  # only loading needs it
+        from rl_modules.common.checkpoint_file import read_checkpoint
+        from rl_modules.common.foreign_names import refuse_foreign_call
 
         taken = ("map_location", "hparams_file", "strict")
         refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
@@ -226,3 +240,16 @@ class Algorithm(Declared, L.LightningModule):
             detail = " ".join(str(error).split())[:300]
             raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
                              f"hyperparameters describe: {detail}") from error  # fmt: skip
+
+
+def begin_training(module: Any) -> None:
+    """Completes what Lightning loads of a checkpoint, right before the first batch."""
+    if module.run.resumes:
+        from rl_modules.core.resume import finish_batch, resume_training
+
+        resume_training(module)
+    module.run.has_begun = True
+    # Not earlier, because the preparation of a run may draw from them.
+    module.run.generators.start(module.device)
+    if module.run.resumes:
+        finish_batch(module.trainer)

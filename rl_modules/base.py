@@ -10,18 +10,14 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rl_modules import ranks
-from rl_modules.algorithm import Algorithm
-from rl_modules.checkpoints import load_initial_weights, load_statistics, require_resumable, statistics_to_tensors
-from rl_modules.common.arguments import settings_of
-from rl_modules.common.checkpoint_file import chosen_by_checkpoint
+from rl_modules.algorithm import CHECKPOINT, Algorithm
+from rl_modules.common.arguments import chosen_by_checkpoint, settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import (
     Custom,
     factory_names,
     missing_factories,
     require_callable,
-    require_class,
     to_plain,
 )
 from rl_modules.common.factories import build as made_by
@@ -29,16 +25,23 @@ from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
-from rl_modules.core.resume import accumulated_gradients, copy_for_averages, step_schedulers_of_epochs
+from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast import is_recording
-from rl_modules.metrics import draw, log_evaluation, log_outside_of_graphs, write_metrics
-from rl_modules.optimizers import adam, class_names, clip_grad_norm
+from rl_modules.fast.adam import adam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
-from rl_modules.ranks import CHECKPOINT
-from rl_modules.run import ControlLoop, begin_target, build, take_spaces
+from rl_modules.run import (
+    ControlLoop,
+    begin_target,
+    build,
+    draw,
+    log_evaluation,
+    log_outside_of_graphs,
+    take_spaces,
+    write_metrics,
+)
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -61,6 +64,26 @@ def beside_network(module: Any) -> str | None:
     if module.hparams.get("network") is None:
         return None
     return "beside network, which is the whole network; give it to that as one of its init_args"
+
+
+def use_sde() -> Any:
+    """The argument that turns state-dependent noise on."""
+    return setting(
+        False, "explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
+        "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
+        attribute="")  # fmt: skip
+
+
+def sde_sample_freq(interval: str = "rollout") -> Any:
+    """The argument that says how often new matrices are drawn."""
+    return setting(
+        -1, f"steps of a rollout after which new matrices are drawn; -1: once per {interval}", attribute="",
+        least=1, besides=(-1, "whole rollouts"), idle=without_sde)  # fmt: skip
+
+
+def without_sde(module: Any) -> str | None:
+    """The reason why an argument of the noise is idle."""
+    return None if module.hparams.get("use_sde") else "while use_sde is false; set that to true"
 
 
 class ControlModule(Algorithm):
@@ -149,6 +172,8 @@ class ControlModule(Algorithm):
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(self.own_networks):
+            from rl_modules.networks.custom import require_class
+
             require_class(name, self.hparams.get(name))
         if self.hparams.get("network") is not None and self.hparams.get("features_extractor") is not None:
             raise UsageError("network and features_extractor are both given; network is the whole network, with its "
@@ -221,6 +246,8 @@ class ControlModule(Algorithm):
                 copy_for_averages(self)
         if self.is_fitting:
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
+                from rl_modules.checkpoints import load_initial_weights
+
                 load_initial_weights(self, self.hparams["init_from"])  # the target network's among them
             else:
                 begin_target(self)
@@ -436,13 +463,19 @@ class ControlModule(Algorithm):
         return (self.logs_this_epoch,)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
-        found = accumulated_gradients(self) if self.is_fitting and self.automatic_optimization else {}
+        if not (self.is_fitting and self.automatic_optimization):
+            return {}
+        from rl_modules.core.resume import accumulated_gradients
+
+        found = accumulated_gradients(self)
         return {name: gradient.cpu().clone() for name, gradient in found.items()}
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.is_fitting:
             # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
             self.finish_rollout()
+        from rl_modules.checkpoints import statistics_to_tensors
+
         super()._on_save_checkpoint(checkpoint)
         checkpoint["factories"] = factory_names(self)
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
@@ -451,6 +484,8 @@ class ControlModule(Algorithm):
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        from rl_modules.checkpoints import load_statistics, require_resumable
+
         self._require_own(checkpoint)
         if self._trainer is not None:
             require_resumable(self, checkpoint)
@@ -506,6 +541,8 @@ class ControlModule(Algorithm):
         """
         if self._is_alone or not self.run.has_resets:
             return 1.0
+        from rl_modules import ranks  # only several ranks need it
+
         return ranks.rank_weight(n, self.device)
 
     def loss_over_ranks(self, loss: Tensor, n: int) -> Tensor:
@@ -540,8 +577,9 @@ class ControlModule(Algorithm):
     def step_schedulers(self) -> None:
         """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those
         whose ``frequency`` divides the number of epochs.
-
         """
+        from rl_modules.core.resume import step_schedulers_of_epochs
+
         step_schedulers_of_epochs(self)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:

@@ -4,15 +4,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
+from rl_modules.common.spaces import SPACES, space_brief, space_from_dict, space_to_dict, tree_map, without_integers
 from rl_modules.contract import Statistics
-from rl_modules.optimizers import class_names
-
-SPACES = ("observation_space", "action_space")
+from rl_modules.fast.adam import class_names
 
 
 def require_resumable(module: Any, checkpoint: dict[str, Any]) -> None:
@@ -82,3 +81,26 @@ def statistics_to_tensors(tree: Statistics) -> Any:
     """Converts statistics to lists of tensors and numbers, which a checkpoint may hold."""
     # The mean of a scalar observation is a number of NumPy's.
     return tree_map(lambda s: s and [torch.from_numpy(np.array(s[0])), torch.from_numpy(np.array(s[1])), s[2]], tree)
+
+
+# ---------------------------------------------------------------- spaces
+
+
+def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
+    """Refuses to use weights in another space than the one that they were trained in.
+
+    The bounds of an observation may differ, those of an action may not: actions are clipped to them.
+    """
+    mine, its = (without_integers(space_to_dict(space)) for space in (trained, here))
+    if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
+        return
+    differ = space_brief(mine) != space_brief(its)
+    ours, theirs = (space_brief(mine), space_brief(its)) if differ else (str(trained), str(here))
+    raise UsageError(f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
+                     "the same spaces, or a new module")  # fmt: skip
+
+
+def _without_bounds(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_bounds(part) for key, part in data.items() if key not in ("low", "high")}
+    return [_without_bounds(part) for part in data] if isinstance(data, list) else data

@@ -1,4 +1,4 @@
-"""ε-greedy actions, and the arguments of state-dependent noise."""
+"""ε-greedy actions."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import exploration_rate
-from rl_modules.core.settings import setting
 from rl_modules.distributions import sample_allowed
 
 
@@ -44,23 +43,3 @@ def require_finite_actions(name: str, action_space: spaces.Space) -> None:
             f"{name} compares the values of all actions, for which the action space must be Discrete, not "
             f"{action_space}; REINFORCE, A2C, TRPO and PPO fit, and SAC and TD3 a bounded Box"
         )
-
-
-def use_sde() -> Any:
-    """The argument that turns state-dependent noise on."""
-    return setting(
-        False, "explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
-        "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
-        attribute="")  # fmt: skip
-
-
-def sde_sample_freq(interval: str = "rollout") -> Any:
-    """The argument that says how often new matrices are drawn."""
-    return setting(
-        -1, f"steps of a rollout after which new matrices are drawn; -1: once per {interval}", attribute="",
-        least=1, besides=(-1, "whole rollouts"), idle=without_sde)  # fmt: skip
-
-
-def without_sde(module: Any) -> str | None:
-    """The reason why an argument of the noise is idle."""
-    return None if module.hparams.get("use_sde") else "while use_sde is false; set that to true"

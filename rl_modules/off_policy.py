@@ -19,10 +19,10 @@ from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
+from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.networks.custom import custom_critics, custom_policy_and_critics
-from rl_modules.optimizers import clip_grad_norm
 
 
 class OffPolicyActorCritic(ControlModule):

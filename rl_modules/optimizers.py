@@ -1,4 +1,4 @@
-"""Optimizers beside torch's, and the default Adam."""
+"""Optimizers beside torch's."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 from rl_modules.common.errors import UsageError
-from rl_modules.fast import is_fast
-from rl_modules.fast.adam import FusedAdam, fast_clip_grad_norm
 
 
 class RMSpropTFLike(torch.optim.Optimizer):
@@ -69,25 +67,3 @@ class RMSpropTFLike(torch.optim.Optimizer):
             torch._foreach_sqrt_(roots)
             torch._foreach_addcdiv_(parameters, gradients, roots, -group["lr"])
         return loss
-
-
-def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
-    """The classes of optimizers by which their states can be exchanged: :class:`FusedAdam` counts as ``Adam``."""
-    return ["Adam" if isinstance(o, FusedAdam) else type(o).__name__ for o in optimizers]
-
-
-def adam(parameters: Iterable, lr: float, eps: float, fused: bool = True) -> torch.optim.Optimizer:
-    """Returns Adam; fused except under mixed precision, where Lightning refuses to clip gradients."""
-    if fused and is_fast():
-        return FusedAdam(parameters, lr=lr, eps=eps)
-    return torch.optim.Adam(parameters, lr=lr, eps=eps, fused=fused)
-
-
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-    """Scales gradients in place so that their global norm is at most ``max_norm``; returns the norm before, or None
-    where nothing has a gradient.
-    """
-    if is_fast():
-        return fast_clip_grad_norm(parameters, max_norm)
-    with_gradients = [p for p in parameters if p.grad is not None]
-    return torch.nn.utils.clip_grad_norm_(with_gradients, max_norm) if with_gradients else None

@@ -10,8 +10,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed
 
-from rl_modules import functional as F
-
 #: The default group and the gloo group made for it; torch drops the second when it destroys the first.
 _gloo_group: tuple[Any, Any] = (lambda: None, lambda: None)
 
@@ -33,10 +31,8 @@ def std_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     return variance.clamp(min=0).sqrt().to(x.dtype), mean.to(x.dtype)
 
 
-def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
+def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
     """``F.explained_variance`` over the transitions of all ranks, a scalar."""
-    if alone:
-        return F.explained_variance(value, returns)
     wide = torch.stack([returns - value, returns]).detach().double().flatten(1)
     sums = torch.cat([wide.sum(1), torch.full((1,), float(returns.numel()), dtype=torch.float64, device=wide.device)])
     distributed.all_reduce(sums)
@@ -101,10 +97,6 @@ def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:
     """Returns this rank's part of a checkpoint."""
     rank = 0 if trainer is None else trainer.global_rank
     return others[rank - 1] if 0 < rank <= len(others) else first
-
-
-#: Key of the checkpoint in a returned state dict.
-CHECKPOINT = "checkpoint_of_rank"
 
 
 def launches(trainer: Trainer) -> bool:

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
-from rl_modules.base import beside_network
-from rl_modules.common.arguments import settings_of
-from rl_modules.common.checkpoint_file import settings_before
+from rl_modules.base import beside_network, sde_sample_freq, use_sde, without_sde
+from rl_modules.common.arguments import settings_before, settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch, Replayed
 from rl_modules.core.settings import setting
-from rl_modules.exploration import sde_sample_freq, use_sde, without_sde
 from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 

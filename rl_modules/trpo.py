@@ -19,9 +19,9 @@ from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, as_distribution
+from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.actor_critic import ValueNetwork
-from rl_modules.optimizers import clip_grad_norm
 
 
 def check_radius(name: str, value: Any) -> Any:

@@ -742,7 +742,7 @@ def test_constant_returns_leave_nothing_to_explain_on_two_ranks(tmp_path: Path) 
         value = torch.tensor([5.0]) if torch.distributed.get_rank() else torch.tensor([1.0, 2.0])
         means = torch.full_like(value, float(value.mean()))
         every = (torch.full_like(value, 7.1), value + 3, means)
-        return [float(explained_variance(value, returns, alone=False)) for returns in every]
+        return [float(explained_variance(value, returns)) for returns in every]
 
     expected = F.explained_variance(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.5, 1.5, 5.0]))
     for constant, perfect, means in on_ranks(explained, tmp_path):

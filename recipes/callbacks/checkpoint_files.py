@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_modules.common.checkpoint_file import CheckedCheckpointIO
+from rl_modules.core.hooks import CheckedCheckpointIO
 
 
 class AtomicCheckpointIO(CheckedCheckpointIO):

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
 from recipes.run import LOGS, Run, folder_name, task_name
-from rl_modules.common.arguments import described, settings_of
-from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, read_checkpoint, require_parts
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
 from rl_modules.common.errors import UsageError
 from rl_modules.loggers import FILLED_IN
 

@@ -3,6 +3,9 @@ subclass received. The subclass's constructor may choose arguments and change th
 """
 
 import io
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import PurePath
 from typing import Any
 
@@ -10,39 +13,6 @@ import numpy as np
 import torch
 
 from rl_modules.common.errors import UsageError
-
-
-def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments of a module or datamodule for a checkpoint: those from which its class is constructed
-    again, and the run's settings that differ from them because a user's constructor chose them.
-    """
-    from rl_modules.core.settings import Declared, received_otherwise, set_by_constructor
-
-    if not isinstance(made, Declared):
-        return settings, {}
-    chosen, before = set_by_constructor(made), received_otherwise(made)
-    parameters: Any = made
-    now, then = parameters._hparams, parameters._hparams_initial
-    # A setting that was assigned after construction has no such value.
-    changed = {name for name in then if repr(now.get(name)) != repr(then[name])}
-    received = {name: value for name, value in before.items() if name not in changed}
-    stored = {name: x for name, x in settings.items() if name not in chosen}
-    others = {name: plain(settings[name]) for name in {*chosen, *received} if name in settings}
-    return {**stored, **received}, {name: x for name, x in others.items() if is_storable(x)}
-
-
-def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> None:
-    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written."""
-    parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
-    checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
-    checkpoint["left_out"] = dict(module.given_objects)
-    checkpoint["chosen"] = {"hyper_parameters": chosen}
-    if "datamodule_hyper_parameters" in checkpoint:
-        parameters, chosen = arguments_to_store(datamodule, checkpoint["datamodule_hyper_parameters"])
-        checkpoint["datamodule_hyper_parameters"] = plain(described(parameters))
-        checkpoint["chosen"]["datamodule_hyper_parameters"] = chosen
-    for name, state in checkpoint.get("callbacks", {}).items():
-        checkpoint["callbacks"][name] = _with_python_numbers(state)
 
 
 def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> dict[str, Any]:
@@ -61,12 +31,32 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
     return {**parts[0], **parts[1]}
 
 
-def _with_python_numbers(state: Any) -> Any:
-    if type(state) is dict:
-        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_with_python_numbers(item) for item in state)
-    return state.item() if isinstance(state, np.generic) else state
+#: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
+#: checkpoint, before these replaced them; None: unknown.
+_building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None] = ContextVar("building", default=None)
+
+
+@contextmanager
+def building(cls: type, given: Collection[str], settings: dict[str, Any] | None = None) -> Iterator[None]:
+    """Marks the arguments of objects of a class that are constructed within the context as those of a checkpoint."""
+    token = _building.set((cls, frozenset(given), settings))
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def chosen_by_checkpoint(made: Any) -> set[str]:
+    """Names of the arguments that a checkpoint alone gave to an object, whichever of its keys held them."""
+    names: list[str] = made.given_names
+    cls, given, _ = _building.get() or (None, frozenset(), None)
+    return set(names) - given if cls is not None and isinstance(made, cls) else set()
+
+
+def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns the hyperparameters of a checkpoint's run, also where ``load_from_checkpoint`` was given others."""
+    cls, _, settings = _building.get() or (None, frozenset(), None)
+    return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
 
 #: Types that always load.
@@ -104,15 +94,6 @@ def is_storable(value: Any) -> bool:
     except Exception:  # whatever the object's own pickling raises
         return False
     return True
-
-
-def described(value: Any) -> Any:
-    """Replaces the objects in a value that a checkpoint can't hold by their names."""
-    if type(value) is dict:
-        return {key: described(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(described(item) for item in value)
-    return value if is_storable(value) else name_of(value)
 
 
 def name_of(value: Any) -> str:

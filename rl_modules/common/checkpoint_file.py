@@ -1,20 +1,20 @@
 """Reads checkpoint files, and refuses damaged ones, those of other programs, and tensors that kernels must not get."""
 
+import inspect
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rl_modules.common.arguments import settings_of
+from rl_modules.common.arguments import is_storable, name_of, plain, settings_of
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import Declared, takes_own_arguments
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -26,33 +26,6 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opti
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta",
             "exp_inf", "ax", "prev", "step_size")  # fmt: skip
 _NUMBERS = ("step", "eta", "mu", "mu_product")
-
-#: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
-#: checkpoint, before these replaced them; None: unknown.
-_building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None] = ContextVar("building", default=None)
-
-
-@contextmanager
-def building(cls: type, given: Collection[str], settings: dict[str, Any] | None = None) -> Iterator[None]:
-    """Marks the arguments of objects of a class that are constructed within the context as those of a checkpoint."""
-    token = _building.set((cls, frozenset(given), settings))
-    try:
-        yield
-    finally:
-        _building.reset(token)
-
-
-def chosen_by_checkpoint(made: Any) -> set[str]:
-    """Names of the arguments that a checkpoint alone gave to an object, whichever of its keys held them."""
-    names: list[str] = made.given_names
-    cls, given, _ = _building.get() or (None, frozenset(), None)
-    return set(names) - given if cls is not None and isinstance(made, cls) else set()
-
-
-def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns the hyperparameters of a checkpoint's run, also where ``load_from_checkpoint`` was given others."""
-    cls, _, settings = _building.get() or (None, frozenset(), None)
-    return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
 
 class DamagedCheckpoint(UsageError):
@@ -138,24 +111,6 @@ def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
             pending += [(f"{where}.{key}", item) for key, item in items]
 
 
-class CheckedCheckpointIO(TorchCheckpointIO):
-    """Verifies a file by :func:`read_checkpoint` before Lightning loads it."""
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        if "://" not in str(path):
-            read_checkpoint(path, "ckpt_path", ("state_dict", "pytorch-lightning_version"))
-        where: Any = map_location or "cpu"
-        return super().load_checkpoint(path, where, weights_only=True)
-
-    @classmethod
-    def install(cls, trainer: Any) -> None:
-        """Replaces Lightning's own reader and writer of a Trainer; a user's stays."""
-        # Some strategies read checkpoints in their own way and have no `checkpoint_io`.
-        with suppress(NotImplementedError):
-            if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, CheckedCheckpointIO):
-                trainer.strategy.checkpoint_io = cls()
-
-
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Gives the loaded moments memory of their own, laid out as their parameters: torch's fused optimizers read both by
     their addresses.
@@ -186,3 +141,79 @@ def widen(module: Any, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get(name)
         if saved is not None and saved.dtype == torch.float64 and tensor.is_floating_point():
             tensor.data = tensor.data.double()
+
+
+# ---------------------------------------------------------------- what a checkpoint has of arguments
+
+
+def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of a module or datamodule for a checkpoint: those from which its class is constructed
+    again, and the run's settings that differ from them because a user's constructor chose them.
+    """
+    if not isinstance(made, Declared):
+        return settings, {}
+    chosen, before = set_by_constructor(made), received_otherwise(made)
+    parameters: Any = made
+    now, then = parameters._hparams, parameters._hparams_initial
+    # A setting that was assigned after construction has no such value.
+    changed = {name for name in then if repr(now.get(name)) != repr(then[name])}
+    received = {name: value for name, value in before.items() if name not in changed}
+    stored = {name: x for name, x in settings.items() if name not in chosen}
+    others = {name: plain(settings[name]) for name in {*chosen, *received} if name in settings}
+    return {**stored, **received}, {name: x for name, x in others.items() if is_storable(x)}
+
+
+def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> None:
+    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written."""
+    parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
+    checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
+    checkpoint["left_out"] = dict(module.given_objects)
+    checkpoint["chosen"] = {"hyper_parameters": chosen}
+    if "datamodule_hyper_parameters" in checkpoint:
+        parameters, chosen = arguments_to_store(datamodule, checkpoint["datamodule_hyper_parameters"])
+        checkpoint["datamodule_hyper_parameters"] = plain(described(parameters))
+        checkpoint["chosen"]["datamodule_hyper_parameters"] = chosen
+    for name, state in checkpoint.get("callbacks", {}).items():
+        checkpoint["callbacks"][name] = _with_python_numbers(state)
+
+
+def received_otherwise(made: Any) -> dict[str, Any]:
+    """Returns the arguments that an ordinary constructor received and passed on with another value."""
+    now = made._hparams_initial
+    return {
+        name: plain(value) for name, value in made._received.items()
+        if name in made.declared_settings and repr(plain(value)) != repr(plain(now.get(name)))
+    }  # fmt: skip
+
+
+def set_by_constructor(made: Any) -> set[str]:
+    """Returns the hyperparameters whose values an ordinary constructor chose, as in ``super().__init__(gamma=0.9,
+    **arguments)``: it chooses them again when a checkpoint is loaded, and would refuse them as arguments.
+    """
+    cls: Any = type(made)
+    if not takes_own_arguments(cls):
+        return set()
+    chosen = {*cls.declared_settings, *made._received} - {
+        *inspect.signature(cls.__init__).parameters,
+        *made.given_names,
+    }
+    # Values that were filled in later, such as the spaces, are in the checkpoint only.
+    now, then = made._hparams, made._hparams_initial
+    return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}
+
+
+def _with_python_numbers(state: Any) -> Any:
+    if type(state) is dict:
+        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_with_python_numbers(item) for item in state)
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def described(value: Any) -> Any:
+    """Replaces the objects in a value that a checkpoint can't hold by their names."""
+    if type(value) is dict:
+        return {key: described(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(described(item) for item in value)
+    return value if is_storable(value) else name_of(value)

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from rl_modules.common.arguments import name_of
-from rl_modules.common.errors import UsageError, what_happened
+from rl_modules.common.errors import UsageError
 
 #: Arguments of a module, and the attributes that hold them.
 _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
@@ -78,44 +78,3 @@ def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
                          "class or function at the first level of a module, or functools.partial of one with keyword "
                          "arguments")  # fmt: skip
     return {"class_path": path, "init_args": arguments}
-
-
-def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
-    """Imports and calls what an argument names."""
-    described: Any = given if isinstance(given, dict) else {"class_path": given}
-    path, settings = described["class_path"], described.get("init_args") or {}
-    found = _imported(name, path)
-    try:
-        made = found(*arguments, **settings)
-    except Exception as error:
-        spaces_given = " and ".join(str(space) for space in arguments)
-        raise UsageError(f"{name}: {path} can't be made from {spaces_given} with init_args={settings}: "
-                         f"{what_happened(error)}") from error  # fmt: skip
-    if not isinstance(made, nn.Module):
-        raise UsageError(f"{name}: {path} made {type(made).__name__}; it must make a torch.nn.Module")
-    return made
-
-
-def require_class(name: str, saved: Any) -> None:
-    """Refuses a function that a checkpoint names, because loading would call arbitrary code."""
-    if saved is None:
-        return
-    path = saved["class_path"] if isinstance(saved, dict) else saved
-    found = _imported(name, path)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise UsageError(f"the checkpoint names {name}={path}, which is no class of torch.nn.Module, and a checkpoint "
-                         "must not choose which functions are called; if you trust it, give it again: "
-                         f"load_from_checkpoint(…, {name}={path.rpartition('.')[2]})")  # fmt: skip
-
-
-def _imported(name: str, path: str) -> Callable[..., Any]:
-    from rl_modules.common.loading import import_user_module, member_of
-
-    module, _, attribute = path.replace(":", ".").rpartition(".")
-    if not module:
-        raise UsageError(f"{name}={path!r} must be an import path such as my_package.MyNetwork")
-    found = member_of(import_user_module(module, f"{name}={path!r}"), attribute, f"{name}={path!r}")
-    if not callable(found):
-        raise UsageError(f"{name}={path!r} is a {type(found).__name__}; give a module class, or a function that makes "
-                         "a module")  # fmt: skip
-    return found

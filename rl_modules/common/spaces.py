@@ -7,6 +7,9 @@ from gymnasium import spaces
 
 from rl_modules.common.errors import UsageError
 
+#: The spaces of an environment, by the names of its attributes and of the hyperparameters.
+SPACES = ("observation_space", "action_space")
+
 
 def space_to_dict(space: spaces.Space) -> dict[str, Any]:
     """Describes a space with strings, numbers and lists only."""
@@ -64,38 +67,18 @@ def _integers_of(space: spaces.Discrete | spaces.MultiDiscrete) -> dict[str, str
 
 def space_brief(space: spaces.Space | dict[str, Any]) -> str:
     """Returns a one-line description of a space, without its bounds and the dtypes of choices."""
-    data = _without_integers(space if isinstance(space, dict) else space_to_dict(space))
+    data = without_integers(space if isinstance(space, dict) else space_to_dict(space))
     return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
 
 
-def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
-    """Refuses to use weights in another space than the one that they were trained in.
-
-    The bounds of an observation may differ, those of an action may not: actions are clipped to them.
-    """
-    mine, its = (_without_integers(space_to_dict(space)) for space in (trained, here))
-    if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
-        return
-    differ = space_brief(mine) != space_brief(its)
-    ours, theirs = (space_brief(mine), space_brief(its)) if differ else (str(trained), str(here))
-    raise UsageError(f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
-                     "the same spaces, or a new module")  # fmt: skip
-
-
-def _without_integers(data: Any) -> Any:
+def without_integers(data: Any) -> Any:
     """Returns a description without the dtypes of choices, which no weight depends on."""
     if isinstance(data, list):
-        return [_without_integers(part) for part in data]
+        return [without_integers(part) for part in data]
     if not isinstance(data, dict):
         return data
     chooses = data.get("type") in ("Discrete", "MultiDiscrete")
-    return {key: _without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
-
-
-def _without_bounds(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _without_bounds(part) for key, part in data.items() if key not in ("low", "high")}
-    return [_without_bounds(part) for part in data] if isinstance(data, list) else data
+    return {key: without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
 
 
 def require_observation(space: spaces.Space, arrays: Any) -> bool:

@@ -9,9 +9,12 @@ monitor its metrics. The hooks of :data:`BEFORE` and :data:`AFTER` are therefore
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 #: Framed hooks whose part runs before them.
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
@@ -80,3 +83,47 @@ def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..
 
     frame.framed = hook  # type: ignore[attr-defined]
     return frame
+
+
+# ---------------------------------------------------------------- Lightning's loops, as of Lightning 2.6
+
+
+def copy_for_averages(module: Any) -> None:
+    """Makes ``StochasticWeightAveraging`` copy a module that was just built, because its ``setup`` ran before."""
+    for callback in module.trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            callback.setup(module.trainer, module, "fit")
+
+
+def is_cut_off(trainer: Any) -> bool:
+    """Whether the last epoch lacks batches: ``max_steps``, ``max_time`` or a callback has stopped the run within it, or
+    its source has ended.
+    """
+    return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def draw_over(trainer: Any, position: int) -> None:
+    """Sets the place on the x-axis of what Lightning and its callbacks log by themselves: Lightning's is the number of
+    batches with a step.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = position
+
+
+class CheckedCheckpointIO(TorchCheckpointIO):
+    """Verifies a file by :func:`rl_modules.common.checkpoint_file.read_checkpoint` before Lightning loads it."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        from rl_modules.common.checkpoint_file import read_checkpoint  # only loading needs it
+
+        if "://" not in str(path):
+            read_checkpoint(path, "ckpt_path", ("state_dict", "pytorch-lightning_version"))
+        where: Any = map_location or "cpu"
+        return super().load_checkpoint(path, where, weights_only=True)
+
+    @classmethod
+    def install(cls, trainer: Any) -> None:
+        """Replaces Lightning's own reader and writer of a Trainer; a user's stays."""
+        # Some strategies read checkpoints in their own way and have no `checkpoint_io`.
+        with suppress(NotImplementedError):
+            if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, CheckedCheckpointIO):
+                trainer.strategy.checkpoint_io = cls()

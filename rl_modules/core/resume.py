@@ -1,30 +1,18 @@
-"""All corrections of Lightning's loops, as of Lightning 2.6: a run resumes exactly, an algorithm's own steps count, and
-curves have their own axis.
+"""Corrections of Lightning's loops, as of Lightning 2.6: a run resumes exactly, and an algorithm's own steps count.
+:mod:`rl_modules.core.hooks` has those that every fit needs.
 """
 
-import random
 import sys
 import warnings
 from typing import Any
 
-import numpy as np
-import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_leaves, tree_map
 
 # ---------------------------------------------------------------- a run
-
-
-def copy_for_averages(module: Any) -> None:
-    """Makes ``StochasticWeightAveraging`` copy a module that was just built, because its ``setup`` ran before."""
-    for callback in module.trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
-            callback.setup(module.trainer, module, "fit")
 
 
 def count_step(trainer: Any) -> None:
@@ -60,13 +48,6 @@ def step_schedulers_of_epochs(module: Any) -> None:
             module.lr_scheduler_step(config.scheduler, None)
 
 
-def draw_over(trainer: Any, position: int) -> None:
-    """Sets the place on the x-axis of what Lightning and its callbacks log by themselves: Lightning's is the number of
-    batches with a step.
-    """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = position
-
-
 # ---------------------------------------------------------------- what a checkpoint has
 
 
@@ -89,13 +70,6 @@ def accumulated_gradients(module: Any) -> dict[str, Tensor]:
     if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def is_cut_off(trainer: Any) -> bool:
-    """Whether the last epoch lacks batches: ``max_steps``, ``max_time`` or a callback has stopped the run within it, or
-    its source has ended.
-    """
-    return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def epoch_to_reopen(trainer: Any) -> int | None:
@@ -121,21 +95,14 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- where a run resumes
 
 
-def skip_first_evaluation(trainer: Any) -> None:
-    """Lets a run that resumes begin without an evaluation: from the end of an epoch Lightning would evaluate again."""
-    trainer.num_sanity_val_steps = 0
-
-
 def resume_training(module: Any) -> None:
-    """Restores what Lightning does not load: gradients of an unfinished step, moments, global generators."""
+    """Restores what Lightning does not load: gradients of an unfinished step, and moments."""
     check_optimizers(module.trainer.optimizers)
     for name, parameter in module.named_parameters():
         if name in module.run.gradients:
             parameter.grad = module.run.gradients[name].to(parameter.device, parameter.dtype)
-    module.run.gradients, module.run.has_begun = {}, True
+    module.run.gradients = {}
     begin_next_epoch(module.trainer)
-    # Not earlier, because the preparation of a run may draw from them.
-    module.run.generators.start(module.device)
 
 
 def finish_batch(trainer: Any) -> None:
@@ -214,64 +181,3 @@ def _skip_end_of_batch(batches: Any) -> None:
         return False
 
     batches._should_check_val_fx = once
-
-
-class GlobalGenerators:
-    """The states of Python's, NumPy's and torch's global generators, for the checkpoints of a run that draws from them.
-
-    A run that does not draw stores no states, so its checkpoint does not depend on earlier code of the process.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] | None = None
-        self._at_start: dict[str, Any] | None = None
-        self._resumed = False
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Keeps what :meth:`state` returned until :meth:`start`."""
-        self._loaded = state
-
-    def start(self, device: torch.device) -> None:
-        """Sets the generators to the loaded state, if there is one; called when training begins."""
-        self._resumed = self._loaded is not None
-        if self._loaded is not None:
-            _restore(self._loaded, device)
-        self._loaded, self._at_start = None, _states(device)
-
-    def state(self, device: torch.device) -> dict[str, Any] | None:
-        """Returns the states as a checkpoint may hold them; None where nothing has drawn since the run's start."""
-        if self._at_start is None:
-            return self._loaded  # of a run that was complete
-        now = _states(device)
-        return now if self._resumed or not _are_same(now, self._at_start) else None
-
-
-def _states(device: torch.device) -> dict[str, Any]:
-    of_numpy = tree_map(_to_tensor, np.random.get_state(legacy=False))  # noqa: NPY002
-    state = {"python": random.getstate(), "numpy": of_numpy, "torch": torch.get_rng_state()}
-    if device.type in ("cuda", "mps"):
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _restore(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(tree_map(_to_array, state["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(state["torch"].cpu())
-    if device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
-
-
-def _are_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True)
-    )
-
-
-def _to_tensor(leaf: Any) -> Any:
-    return torch.from_numpy(leaf.astype(np.int64)) if isinstance(leaf, np.ndarray) else leaf
-
-
-def _to_array(leaf: Any) -> Any:
-    return leaf.cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf

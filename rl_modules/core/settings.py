@@ -436,31 +436,3 @@ def _begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, An
         name: name_of(value) for name, value in given.items()
         if name not in type(made).declared_settings and name not in state["given_objects"] and not is_storable(value)
     })  # fmt: skip
-
-
-# ---------------------------------------------------------------- what a checkpoint needs
-
-
-def received_otherwise(made: Any) -> dict[str, Any]:
-    """Returns the arguments that an ordinary constructor received and passed on with another value."""
-    now = made._hparams_initial
-    return {
-        name: plain(value) for name, value in made._received.items()
-        if name in made.declared_settings and repr(plain(value)) != repr(plain(now.get(name)))
-    }  # fmt: skip
-
-
-def set_by_constructor(made: Any) -> set[str]:
-    """Returns the hyperparameters whose values an ordinary constructor chose, as in ``super().__init__(gamma=0.9,
-    **arguments)``: it chooses them again when a checkpoint is loaded, and would refuse them as arguments.
-    """
-    cls: Any = type(made)
-    if not takes_own_arguments(cls):
-        return set()
-    chosen = {*cls.declared_settings, *made._received} - {
-        *inspect.signature(cls.__init__).parameters,
-        *made.given_names,
-    }
-    # Values that were filled in later, such as the spaces, are in the checkpoint only.
-    now, then = made._hparams, made._hparams_initial
-    return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}

@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as base
 
-from rl_modules.fast import is_recording
+from rl_modules.fast import is_fast, is_recording
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,3 +92,28 @@ def fast_clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> 
         return norm
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+# ---------------------------------------------------------------- either way
+
+
+def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    """The classes of optimizers by which their states can be exchanged: :class:`FusedAdam` counts as ``Adam``."""
+    return ["Adam" if isinstance(o, FusedAdam) else type(o).__name__ for o in optimizers]
+
+
+def adam(parameters: Iterable, lr: float, eps: float, fused: bool = True) -> torch.optim.Optimizer:
+    """Returns Adam; fused except under mixed precision, where Lightning refuses to clip gradients."""
+    if fused and is_fast():
+        return FusedAdam(parameters, lr=lr, eps=eps)
+    return torch.optim.Adam(parameters, lr=lr, eps=eps, fused=fused)
+
+
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
+    """Scales gradients in place so that their global norm is at most ``max_norm``; returns the norm before, or None
+    where nothing has a gradient.
+    """
+    if is_fast():
+        return fast_clip_grad_norm(parameters, max_norm)
+    with_gradients = [p for p in parameters if p.grad is not None]
+    return torch.nn.utils.clip_grad_norm_(with_gradients, max_norm) if with_gradients else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.checkpoint_file import chosen_by_checkpoint
+from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 

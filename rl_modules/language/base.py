@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.foreign_names import default_of
 from rl_modules.core.curves import hand_to_callbacks
-from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
+from rl_modules.core.hooks import copy_for_averages
+from rl_modules.core.resume import accumulated_gradients
 from rl_modules.core.seams import BatchCheck
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
@@ -460,8 +462,7 @@ class LanguageModule(LanguageMetrics):
                 from rl_modules.language.sharding import share
 
                 gradients |= {name: share(gradient, parameters[name]) for name, gradient in gradients.items()}
-        resume_training(self)
-        finish_batch(self.trainer)
+        begin_training(self)
 
     # ---------------------------------------------------------------- optimizer
 

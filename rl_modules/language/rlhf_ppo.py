@@ -317,7 +317,8 @@ class RLHFPPO(PolicyWithReference):
         columns = (scored, earned, *summed)
         counts, score, kl, paid, entropy, length, finished = self.record_completions(rollout, *columns, std=False)
         non_score = -self.beta * paid
-        explained = ranks.explained_variance(rollout["value"][mask], returns[mask], self._world_size == 1)
+        explain = F.explained_variance if self._world_size == 1 else ranks.explained_variance
+        explained = explain(rollout["value"][mask], returns[mask])
         metrics: dict[str, Tensor | float] = {
             "val/num_eos_tokens": finished.sum(),
             "val/explained_variance": explained.nan_to_num(),

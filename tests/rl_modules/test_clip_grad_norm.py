@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from rl_modules import PPO
-from rl_modules.optimizers import clip_grad_norm
+from rl_modules.fast.adam import clip_grad_norm
 from tests.training import fit, rollouts
 
 

@@ -8,7 +8,7 @@ import torch
 from datamodules import ReplayDataModule
 from rl_modules import C51, DQN, PPO, QRDQN, SAC, TQC, CrossQ
 from rl_modules.common.errors import UsageError
-from rl_modules.metrics import require_finite_weights
+from rl_modules.run import require_finite_weights
 from tests.training import fit, rollouts
 
 
