@@ -14,14 +14,14 @@ from datamodules.experience import available_bytes
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
-from rl_modules.core.state import like
+from rl_modules.core.state import Stateful, like
 
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
 
-class ReplayBuffer:
+class ReplayBuffer(Stateful):
     """One ring of rows per environment, in which the row after a transition holds its successor.
 
     A row holds an observation and, if an action was taken in it, the rest of the transition. An episode's final
@@ -36,6 +36,13 @@ class ReplayBuffer:
         buffer_size: rows over all environments: transitions, and one for each episode's end.
         double: keep observations in float64 in spaces of float64, because they are normalised when they are drawn.
     """
+
+    #: What is stored of each row beside its observation.
+    stores: tuple[str, ...] = ("action", "reward", "terminated", "valid")
+    #: Number of newest rows that a checkpoint holds; None: all.
+    newest: int | None = None
+    #: Rows of each environment at the beginning of a bounded checkpoint that lack a part of their observation.
+    incomplete = 0
 
     def __init__(
         self,
@@ -156,42 +163,40 @@ class ReplayBuffer:
         """Observations by their flat numbers, [M, *obs]."""
         return tree_map(lambda x: x[index], self.observation)
 
-    def rows_to_save(self, newest: int | None = None) -> Tensor:
+    def rows_to_save(self) -> Tensor:
         """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer: the
-        newest, at least one transition of each environment with its episode's end; None: all that were ever written.
+        newest, at least one transition of each environment with its episode's end.
         """
         # One is the newest observation.
-        kept = self.filled if newest is None else max(newest // self.n_envs, self.rows_per_step) + 1
+        kept = self.filled if self.newest is None else max(self.newest // self.n_envs, self.rows_per_step) + 1
         if kept >= self.filled:
             return torch.arange(self.filled * self.n_envs)
         row = (self.head + 1 - kept + torch.arange(kept)[:, None]) % self.rows
         return (row * self.n_envs + torch.arange(self.n_envs)).flatten()
 
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the rows that :meth:`rows_to_save` names, and the position of the next row.
 
         If these are all rows, their tensors share the buffer's memory, as a module's state shares its weights: a copy
         would take as much memory again.
         """
-        saved = self.rows_to_save(newest)
-        all_of_them = len(saved) == self.filled * self.n_envs
-        return {
-            "observation": tree_map(lambda x: self._part(x, saved), self.observation),
-            **{name: self._part(getattr(self, name), saved) for name in ("action", "reward", "terminated", "valid")},
-            "head": self.head.clone() if all_of_them else torch.full_like(self.head, len(saved) // self.n_envs - 1),
-            "rows": self.rows,
-            "left_out": self.filled * self.n_envs - len(saved),
-        }
+        saved = self.rows_to_save()
+        left_out = self.filled * self.n_envs - len(saved)
 
-    def _part(self, store: Tensor, saved: Tensor) -> Tensor:
-        """Returns the part of a store that a checkpoint holds."""
-        if len(saved) < self.filled * self.n_envs:
-            return store[saved]
-        # A slice of torch's would be saved with the whole storage.
-        return torch.from_numpy(store.numpy()[: len(saved)])
+        def part(store: Tensor) -> Tensor:
+            # A slice of torch's would be saved with the whole storage.
+            return store[saved] if left_out else torch.from_numpy(store.numpy()[: len(saved)])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = {name: part(getattr(self, name)) for name in self.stores}
+        if left_out:
+            state["valid"][: self.incomplete * self.n_envs] = False
+        head = torch.full_like(self.head, len(saved) // self.n_envs - 1) if left_out else self.head.clone()
+        return {**super().state_dict(), **state, "observation": tree_map(part, self.observation), "head": head,
+                "rows": self.rows, "left_out": left_out}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Restores the rows; ``state`` comes from a buffer of the same size."""
+        super().load_state_dict(state)
         used = len(state["valid"])
         self.filled = used // self.n_envs
 
@@ -199,7 +204,7 @@ class ReplayBuffer:
             store[:used].copy_(like(saved, store[:used], name))
 
         tree_map(lambda store, x: fill(store, x, "observation"), self.observation, state["observation"])
-        for name in ("action", "reward", "terminated", "valid"):
+        for name in self.stores:
             fill(getattr(self, name), state[name], name)
         self.head = like(state["head"], self.head, "head").clone()
 
@@ -242,14 +247,17 @@ def make_buffer(data: Any) -> ReplayBuffer:
 
         compute_reward = require_goals(data.observation_space, data.example_env, data.env_name, data.sign_reward)
         seed = stream_seed(data.seed, data._rank, "goals")
-        return HindsightReplayBuffer(
+        buffer: ReplayBuffer = HindsightReplayBuffer(
             *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed, data.norm_obs
         )
-    if data.share_frames:
+    elif data.share_frames:
         from datamodules.frame_buffer import FrameReplayBuffer
 
-        return FrameReplayBuffer(*sizes)
-    return ReplayBuffer(*sizes, double=data.norm_obs)
+        buffer = FrameReplayBuffer(*sizes)
+    else:
+        buffer = ReplayBuffer(*sizes, double=data.norm_obs)
+    buffer.newest = data.checkpoint_buffer_size
+    return buffer
 
 
 def announce_memory(data: Any) -> None:

@@ -23,6 +23,7 @@ class FrameReplayBuffer(ReplayBuffer):
         self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int
     ) -> None:
         self.stack = stack_size(observation_space)
+        self.incomplete = self.stack - 1  # they have lost frames of their stacks
         frame = spaces.Box(0, 1, observation_space.shape[1:], observation_space.dtype.type)  # type: ignore[index,union-attr]
         super().__init__(frame, action_space, n_envs, buffer_size)
         self.observation_bytes *= self.stack
@@ -111,13 +112,6 @@ class FrameReplayBuffer(ReplayBuffer):
         """Observations by their flat numbers, [M, k, *frame]."""
         rows = (index[:, None] + self._offsets) % self.total
         return self.observation[rows]
-
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        state = super().state_dict(newest)
-        if state["left_out"]:
-            # The oldest rows that are kept have lost frames of their stacks.
-            state["valid"][: (self.stack - 1) * self.n_envs] = False
-        return state
 
 
 def stack_size(space: spaces.Space) -> int:

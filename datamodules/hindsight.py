@@ -13,7 +13,7 @@ from torch import Tensor
 from datamodules.buffers import Batch, ReplayBuffer
 from datamodules.envs.vector import reset_once
 from rl_modules.common.errors import UsageError
-from rl_modules.core.state import like
+from rl_modules.core.state import persistent
 
 #: Keys of an observation that has a goal, as in Gymnasium-Robotics.
 GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
@@ -32,6 +32,12 @@ class HindsightReplayBuffer(ReplayBuffer):
 
     Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
     """
+
+    stores = (*ReplayBuffer.stores, "to_end", "position")
+    #: Transitions of each running episode.
+    length: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.int64))
+    #: Chooses transitions and goals.
+    generator: torch.Generator = persistent(lambda self: torch.Generator().manual_seed(self.seed))
 
     def __init__(
         self,
@@ -52,20 +58,18 @@ class HindsightReplayBuffer(ReplayBuffer):
         self.start = getattr(goals["desired_goal"], "start", 0)
         self.share = n_sampled_goal / (n_sampled_goal + 1)
         self.strategy = goal_selection_strategy
-        self.generator = torch.Generator().manual_seed(seed)
-        #: Row of the last transition of each transition's episode; -1 while the episode runs.
-        self.end = torch.from_numpy(np.full(self.total, -1, np.int64))
+        self.seed = seed
+        #: Transitions of its episode after each transition; -1 while the episode runs.
+        self.to_end = torch.from_numpy(np.full(self.total, -1, np.int64))
         #: Transitions of its episode before each transition.
         self.position = torch.from_numpy(np.zeros(self.total, np.int64))
-        #: Transitions of each running episode.
-        self.length = np.zeros(n_envs, np.int64)
         # Whether the rewards of the first sample were compared with those of `compute_reward`.
         self._is_compared = False
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
         """See :meth:`ReplayBuffer.add`."""
         transitions, blocked = super().add(rollout)
-        self.end[transitions] = -1
+        self.to_end[transitions] = -1
         valid = rollout["valid"].numpy()
         row = np.zeros(valid.shape, np.int64)
         row[valid] = transitions.numpy() // self.n_envs
@@ -93,8 +97,8 @@ class HindsightReplayBuffer(ReplayBuffer):
         """Notes where an episode ended."""
         # A ring shorter than the episode also holds rows after it.
         kept = (row - int(self.head[environment])) % self.rows
-        rows = (row - np.arange(min(length, kept))) % self.rows
-        self.end.numpy()[rows * self.n_envs + environment] = row
+        steps = np.arange(min(length, kept))
+        self.to_end.numpy()[(row - steps) % self.rows * self.n_envs + environment] = steps
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Transitions as :meth:`ReplayBuffer.gather` returns them, a share of them with other goals and rewards."""
@@ -145,9 +149,8 @@ class HindsightReplayBuffer(ReplayBuffer):
         [0, 1), says how far along the episode, or the rest of it.
         """
         row, environment = index // self.n_envs, index % self.n_envs
-        end = self.end[index]
-        last = torch.where(end >= 0, end, (self.head[environment] - 1) % self.rows)
-        steps = (last - row) % self.rows
+        to_end = self.to_end[index]
+        steps = torch.where(to_end >= 0, to_end, (self.head[environment] - 1 - row) % self.rows)
         if self.strategy == "episode":
             kept = (row - self.head[environment] - 1) % self.rows  # rows before it that were not overwritten
             before = torch.minimum(self.position[index], kept)
@@ -156,31 +159,16 @@ class HindsightReplayBuffer(ReplayBuffer):
             steps = (place * (steps + 1)).long()
         return (row + steps + 1) % self.rows * self.n_envs + environment
 
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """See :meth:`ReplayBuffer.state_dict`."""
-        saved = self.rows_to_save(newest)
-        end = self._part(self.end, saved)
-        if len(saved) < self.filled * self.n_envs:  # the first row that is kept becomes row 0
-            first = saved[: self.n_envs] // self.n_envs
-            end = torch.where(end >= 0, (end - first.repeat(len(saved) // self.n_envs)) % self.rows, -1)
-        own = {"end": end, "position": self._part(self.position, saved), "length": torch.from_numpy(self.length.copy()),
-               "goals": self.generator.get_state()}  # fmt: skip
-        return {**super().state_dict(newest), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "end" not in state:
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+        """See :meth:`ReplayBuffer.load_state_dict`."""
+        if "to_end" not in state:
             raise UsageError("n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
                              "resume with n_sampled_goal=0")  # fmt: skip
         super().load_state_dict(state)
-        self.end[: len(state["end"])] = state["end"]
-        self.position[: len(state["position"])] = state["position"]
-        self.length = like(state["length"], self.length, "length")
         if self.filled < self.rows:
             # A bounded checkpoint may lack the first rows of its oldest episodes.
-            row = torch.arange(self.total) // self.n_envs
-            self.position = torch.minimum(self.position, row)
+            self.position = torch.minimum(self.position, torch.arange(self.total) // self.n_envs)
             self.length = np.minimum(self.length, self.head.numpy())
-        self.generator.set_state(state["goals"].cpu())
 
 
 def check_hindsight(arguments: Any) -> None:

@@ -425,8 +425,8 @@ class ReplayDataModule(ControlDataModule):
             **super().rank_state(),
             "exploration": getattr(self.learner, "exploration_state", dict)() if self.has_learner else {},
             "layout": self._layout,
-            "replay": self.replay.state_dict(self.checkpoint_buffer_size),
-            "sampler": self.sampler.state_dict(self.checkpoint_buffer_size),
+            "replay": self.replay.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "preparation": preparation(self.learner) if self.has_learner else {},
         }
 

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from datamodules.buffers import ReplayBuffer
+from rl_modules.core.state import Stateful, persistent
 
 
-class UniformSampler:
+class UniformSampler(Stateful):
     """Every transition equally likely, with replacement."""
 
+    generator: torch.Generator = persistent(lambda self: torch.Generator().manual_seed(self.seed))
+
     def __init__(self, buffer: ReplayBuffer, seed: int) -> None:
-        self.buffer = buffer
-        self.generator = torch.Generator().manual_seed(seed)
+        self.buffer, self.seed = buffer, seed
 
     def draw(self, n: int) -> Tensor:
         """Flat numbers of ``n`` valid rows; at least one must be valid."""
@@ -26,13 +28,6 @@ class UniformSampler:
             missed = np.flatnonzero(~valid)
             index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
         return index
-
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """Returns the generator's state; ``newest`` matters to samplers with a priority per row."""
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"].cpu())
 
 
 class SumTree:
@@ -69,7 +64,7 @@ class SumTree:
         return node - self.leaves
 
 
-class PrioritizedSampler:
+class PrioritizedSampler(Stateful):
     """Transitions in proportion to the size of their last TD error.
 
     P(i) = p_i^α / Σ_k p_k^α,   p_i = |δ_i| + ε;   a new transition has the largest priority seen so far.
@@ -79,13 +74,13 @@ class PrioritizedSampler:
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and algorithm 1.
     """
 
+    generator: torch.Generator = persistent(lambda self: torch.Generator().manual_seed(self.seed))
+    #: Largest priority so far.
+    largest: float = persistent(1.0)
+
     def __init__(self, buffer: ReplayBuffer, seed: int, alpha: float = 0.6, epsilon: float = 1e-6) -> None:
-        self.buffer = buffer
-        self.alpha = alpha
-        self.epsilon = epsilon
-        self.generator = torch.Generator().manual_seed(seed)
+        self.buffer, self.seed, self.alpha, self.epsilon = buffer, seed, alpha, epsilon
         self.tree = SumTree(buffer.total)
-        self.largest = 1.0
 
     def added(self, transitions: Tensor, blocked: Tensor) -> None:
         """Sets the priorities of the rows that :meth:`ReplayBuffer.add` returned."""
@@ -117,19 +112,14 @@ class PrioritizedSampler:
         self.largest = max(self.largest, float(priority.max()))
         self.tree[index.numpy()] = priority**self.alpha
 
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """Returns the generator's state, and the priorities of the rows that the buffer's has."""
-        return {
-            "generator": self.generator.get_state(),
-            "powers": torch.from_numpy(self.tree[self.buffer.rows_to_save(newest).numpy()]),
-            "largest": self.largest,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Adds the priorities of the rows that a checkpoint holds."""
+        return {**super().state_dict(), "powers": torch.from_numpy(self.tree[self.buffer.rows_to_save().numpy()])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"].cpu())
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+        super().load_state_dict(state)
         # Rows that were added before, as by a subclass that fills the buffer, may lie beyond those of the checkpoint.
         self.tree = SumTree(self.buffer.total)
         # A bounded checkpoint may hold rows that are transitions no longer.
         valid = self.buffer.valid[: len(state["powers"])].numpy()
         self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy() * valid
-        self.largest = state["largest"]

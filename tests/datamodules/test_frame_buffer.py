@@ -127,9 +127,10 @@ def test_a_bounded_checkpoint_holds_no_cut_stack(seed, n_envs, n_steps, ends, pa
     sampler = PrioritizedSampler(buffer, 0)
     sampler.tree[buffer.valid.nonzero()[:, 0].numpy()] = 1.0
     resumed = make()
-    resumed.load_state_dict(buffer.state_dict(newest))
+    buffer.newest = newest
+    resumed.load_state_dict(buffer.state_dict())
     again = PrioritizedSampler(resumed, 0)
-    again.load_state_dict(sampler.state_dict(newest))
+    again.load_state_dict(sampler.state_dict())
     assert again.tree.total == int(resumed.valid.sum())
     assert_same(by_number(resumed, n_steps), by_number(plain, n_steps))
     for _ in range(6):

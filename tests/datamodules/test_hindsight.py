@@ -161,8 +161,8 @@ def test_a_restored_buffer_draws_the_same(newest: int | None) -> None:
     for _ in range(9):
         replay.add(source.rollout(8))
     other = buffer(2, 40)
-    state = replay.state_dict(newest)
-    other.load_state_dict(state)
+    replay.newest = newest
+    other.load_state_dict(replay.state_dict())
     seen = {tuple(row["observation"]["achieved_goal"]) for row in drawn(other)}
     assert seen <= {tuple(row["observation"]["achieved_goal"]) for row in drawn(replay)}
     if newest is None:
@@ -182,7 +182,8 @@ def test_a_bounded_checkpoint_has_no_goals_of_rows_that_it_lacks(lengths: list[i
     replay, source = buffer(1, 100, **arguments), Recorded(1, lengths)
     replay.add(source.rollout(60))
     resumed = buffer(1, 100, **arguments)
-    resumed.load_state_dict(replay.state_dict(20))
+    replay.newest = 20
+    resumed.load_state_dict(replay.state_dict())
     for more in (0, 7, 70):
         if more:
             resumed.add(source.rollout(more))

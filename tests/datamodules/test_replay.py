@@ -157,7 +157,8 @@ def test_a_checkpoint_s_buffer_holds_the_newest_rows_and_goes_on(seed, n_envs, n
     sampler = PrioritizedSampler(buffer, 0)
     index = buffer.valid.nonzero()[:, 0]
     sampler.tree[index.numpy()] = buffer.reward[index].abs().numpy() + 1.0
-    state, known = buffer.state_dict(newest), sampler.state_dict(newest)
+    buffer.newest = newest
+    state, known = buffer.state_dict(), sampler.state_dict()
     resumed = make()
     resumed.load_state_dict(state)
     kept = max(newest // n_envs, 2) + 1 if state["left_out"] else buffer.rows
@@ -177,7 +178,8 @@ def test_a_checkpoint_of_one_row_right_after_an_episodes_end_can_be_drawn_from()
     make = lambda: ReplayBuffer(LINE, spaces.Discrete(5), 1, 10)  # noqa: E731
     buffer, resumed = make(), make()
     buffer.add(Stream(1, 0, 1.0, False).rollout(3))  # each step ends an episode
-    resumed.load_state_dict(buffer.state_dict(1))
+    buffer.newest = 1
+    resumed.load_state_dict(buffer.state_dict())
     assert all_in(resumed, 1) == all_in(buffer, 1)[-1:]
     assert UniformSampler(resumed, 0).draw(4).tolist() == [0] * 4
 
@@ -251,13 +253,14 @@ def test_images_stay_uint8_and_are_stored_once():
 def test_a_whole_checkpoint_copies_no_rows_and_holds_no_more_than_the_used_ones(newest, tmp_path):
     buffer, stream = ReplayBuffer(LINE, spaces.Discrete(5), 2, 100), Stream(2, 0, 0.1, False)
     buffer.add(stream.rollout(20))
-    state = buffer.state_dict(newest)
+    buffer.newest = newest
+    state = buffer.state_dict()
     shares = state["observation"].data_ptr() == buffer.observation.data_ptr()
     assert shares == (newest is None)
     torch.save(state["observation"], tmp_path / "rows.pt")
     loaded = torch.load(tmp_path / "rows.pt", weights_only=True)
     assert loaded.untyped_storage().nbytes() == loaded.nbytes < buffer.observation.nbytes
-    expected = buffer.observation[buffer.rows_to_save(newest)]
+    expected = buffer.observation[buffer.rows_to_save()]
     assert torch.equal(loaded, expected)
 
 
