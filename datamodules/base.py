@@ -168,10 +168,7 @@ class ControlDataModule(Experience):
             schedule_evaluations(self)
 
     def resolve(self) -> None:
-        """Fills in settings that were not given with the algorithm's defaults; called at the start of each fit.
-
-        A value that was assigned to an attribute since, as in ``data.n_steps = 64``, counts as given.
-        """
+        """Fills in what was not given, or assigned since, with the algorithm's defaults, before each fit."""
         for name, value in self._resolved.items():
             if getattr(self, name) != value:
                 self.hparams[name] = getattr(self, name)
@@ -182,11 +179,7 @@ class ControlDataModule(Experience):
         """Sets the attributes :attr:`filled_in`."""
 
     def begin_run(self) -> None:
-        """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
-
-        Raises:
-            UsageError: the algorithm learns from another kind of experience.
-        """
+        """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage."""
         check_pairing(self.learner if self.has_learner else None, self)
 
     def _on_exception(self, exception: BaseException) -> None:

@@ -78,9 +78,7 @@ class ReplayBuffer(Stateful):
         return 2
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
-        """Appends a rollout of CPU tensors, [T, N, …], which overwrites the oldest rows. Returns the flat numbers of
-        the rows that are transitions from now on, and of those that no longer are.
-        """
+        """Appends a rollout, [T, N, …]; returns the rows that became transitions and those that ceased to be."""
         # NumPy, because it takes half of torch's time for the few rows of a round.
         valid = rollout["valid"].numpy()
         ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
@@ -120,9 +118,7 @@ class ReplayBuffer(Stateful):
         return changes
 
     def break_off(self, which: np.ndarray) -> None:
-        """Breaks off the running episodes of some environments, [N] bool: their newest observation stays, as the
-        successor of their last transition.
-        """
+        """Ends running episodes of some environments, [N] bool; their newest observation stays the last successor."""
         environment = np.arange(self.n_envs)
         # An episode that has ended has its final observation in a separate row.
         newest = self.valid.numpy()[(self.head.numpy() - 1) % self.rows * self.n_envs + environment]
@@ -164,9 +160,7 @@ class ReplayBuffer(Stateful):
         return tree_map(lambda x: x[index], self.observation)
 
     def rows_to_save(self) -> Tensor:
-        """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer: the
-        newest, at least one transition of each environment with its episode's end.
-        """
+        """Flat numbers of the rows that a checkpoint holds, at least one transition of each environment."""
         # One is the newest observation.
         kept = self.filled if self.newest is None else max(self.newest // self.n_envs, self.rows_per_step) + 1
         if kept >= self.filled:
@@ -175,11 +169,7 @@ class ReplayBuffer(Stateful):
         return (row * self.n_envs + torch.arange(self.n_envs)).flatten()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rows that :meth:`rows_to_save` names, and the position of the next row.
-
-        If these are all rows, their tensors share the buffer's memory, as a module's state shares its weights: a copy
-        would take as much memory again.
-        """
+        """Returns the rows that :meth:`rows_to_save` names; where these are all, they share the buffer's memory."""
         saved = self.rows_to_save()
         left_out = self.filled * self.n_envs - len(saved)
 
@@ -219,9 +209,7 @@ def replay_bytes(
     hindsight: bool = False,
     double: bool = False,
 ) -> int:
-    """Returns the memory that a :class:`ReplayBuffer` and its sampler will take, in bytes. One of ``stack`` frames is
-    stored; ``hindsight`` adds the beginning and end of each row's episode.
-    """
+    """Returns the bytes of a :class:`ReplayBuffer`, which stores one of ``stack`` frames, and its sampler."""
     total = (buffer_size // n_envs + 1) * n_envs
     row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space, double))) // stack
     row += example_arrays(action_space).nbytes + 2 * torch.int64.itemsize * hindsight

@@ -87,12 +87,7 @@ class Collector(Stateful):
     # ---------------------------------------------------------------- a rollout
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """Collects ``n_steps`` rows, T, of N environments; returns the rollout's fields, [T, N, …], on the policy's
-        device, everything that the policy's ``act`` returned among them.
-
-        Raises:
-            UsageError: a NaN or infinite reward or observation, or environments that failed.
-        """
+        """Collects ``n_steps`` rows of N environments, [T, N, …] on ``device``, with all that ``act`` returned."""
         self.is_unfinished = True
         if self._observation is None:
             self._begin(device)
@@ -179,9 +174,7 @@ class Collector(Stateful):
         return list(self.streams) if self.has_episodes else self.streams[0]
 
     def _next_value(self, act: Act, unseen: Any, value: Tensor, ends: list[tuple[int, int]]) -> Tensor:
-        """V of every transition's true successor, [T, N], from the values of the rollout and the observations
-        ``unseen`` by it, [N + F, …]: those after it, and the final ones, whose rows and environments are ``ends``.
-        """
+        """V of each true successor, [T, N]; ``unseen``: what follows the rollout, then finals at ``ends``."""
         # No action is taken in these states: the sampled actions are not used, and the policy's generator does not
         # advance.
         if self.memory is None:
@@ -224,10 +217,7 @@ class Collector(Stateful):
         self.envs.close()
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
-        """Restores everything; running episodes are repeated from their seeds and actions.
-
-        ``begun_anew`` then marks the environments whose episode could not be repeated.
-        """
+        """Restores everything; running episodes are repeated, and ``begun_anew`` marks those that could not be."""
         self.begun_anew[:] = False
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
@@ -314,9 +304,7 @@ def _make_normalizers(data: Any) -> Any:
 
 
 def rollout_act(learner: Any) -> Act:
-    """Returns the function that collects experience: ``rollout_act()`` if the algorithm has it, else ``act``. Under
-    ``precision=64-true`` its inputs are converted, as Lightning converts those of ``training_step``.
-    """
+    """Returns what collects experience, the algorithm's ``rollout_act()`` or ``act``, in its precision."""
     act: Any = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
     if not is_double(learner):
         return act
@@ -326,9 +314,7 @@ def rollout_act(learner: Any) -> Act:
 def prepared_by(
     collector: Collector, learner: Any, experience: Any, rows: tuple[int, ...] | None = None, layout: str = "[T, N]"
 ) -> Any:
-    """Returns what an algorithm's ``prepare`` makes of a rollout or a sample of the replay buffer. ``rows`` are the
-    first dimensions of what it returns, ``layout`` their names; None: those of ``valid``, which it may return.
-    """
+    """Returns what ``prepare`` makes of experience, checked once; ``rows``: its first dimensions, named ``layout``."""
     if is_double(learner):
         inputs = ("observation", "next_observation", "action")
         experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}

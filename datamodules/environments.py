@@ -28,9 +28,7 @@ OWN_STATISTICS = {"NormalizeObservation": "norm_obs", "NormalizeReward": "norm_r
 
 
 class Environments:
-    """Makes the environments of a run, and keeps those of evaluation from one evaluation to the next. The arguments are
-    those of :class:`~datamodules.base.ControlDataModule`.
-    """
+    """Makes the environments of a run from the arguments of :class:`~datamodules.base.ControlDataModule`."""
 
     def __init__(
         self,
@@ -205,9 +203,7 @@ class Environments:
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
-        """Returns the vector of an evaluation; reused for the same ``n_envs`` until :meth:`close` or changed
-        settings.
-        """
+        """Returns the vector of an evaluation; reused until :meth:`close` or changed settings."""
         settings = (self.env_id, self.env_kwargs, self.wrappers, self._eval_env_kwargs, self._eval_wrappers)
         # By identity, because arguments may be arrays, whose comparison is not a truth value.
         if [id(x) for x in settings] != [id(x) for x in self._kept_settings]:

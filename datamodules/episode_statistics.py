@@ -31,9 +31,7 @@ class EpisodeStatistics(Stateful):
         self.info_keywords: tuple[str, ...] = ()
 
     def ends_of(self, done: np.ndarray, info: dict[str, Any]) -> list[list[Any]]:
-        """Returns what a step's infos say of each episode that ended in it, in the order of environments:
-        ``is_success``, as :func:`successes` reads it, and its values of ``info_keywords``.
-        """
+        """Returns ``is_success`` and the values of ``info_keywords`` of each episode that ended in a step, in order."""
         final = info.get("final_info", info)
         return [[success, *(_noted(final, name, i) for name in self.info_keywords)]
                 for i, success in successes(done, info).items()]  # fmt: skip
@@ -41,9 +39,7 @@ class EpisodeStatistics(Stateful):
     def update(
         self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, ends: Sequence[Sequence[Any]] = ()
     ) -> None:
-        """Adds a rollout: rewards as the environments returned them [T, N] float64, whether episodes ended and rows are
-        transitions [T, N] bool, and what :meth:`ends_of` read in its steps.
-        """
+        """Adds a rollout: raw rewards [T, N] float64, ends and valid rows [T, N], what :meth:`ends_of` read."""
         self.successes.extend(success or 0.0 for success, *_ in ends)
         self.knows_success |= any(success is not None for success, *_ in ends)
         if not done.any():
@@ -66,9 +62,7 @@ class EpisodeStatistics(Stateful):
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
     def means(self, sum_over_ranks: Callable[[torch.Tensor], Any] | None = None) -> dict[str, float]:
-        """Returns ``rollout/*``, the means over the last finished episodes; empty before the first has ended.
-        ``sum_over_ranks`` returns a tensor's sum over all ranks, which call this together; None: one rank.
-        """
+        """Returns ``rollout/*``, the means over the last episodes, those of all ranks by ``sum_over_ranks``."""
         own = [np.sum(self.returns), np.sum(self.lengths), len(self.returns), np.sum(self.successes),
                len(self.successes), self.knows_success]  # fmt: skip
         sums = torch.tensor(own, dtype=torch.float64)
@@ -84,9 +78,7 @@ class EpisodeStatistics(Stateful):
 
 
 def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]:
-    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where the info lacks it, or has
-    None.
-    """
+    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where it is not known."""
     info = info.get("final_info", info)
     if "is_success" not in info:
         return dict.fromkeys(np.flatnonzero(done).tolist())

@@ -45,9 +45,7 @@ class Predicts(Protocol):
 
 
 def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
-    """Returns the context in which a policy's ``predict`` samples from a separate random stream; one without a method
-    ``sampling_from``, such as another library's, samples as usual.
-    """
+    """Returns the context in which a policy's ``predict`` samples from a separate stream, if it can."""
     draw = getattr(policy, "sampling_from", None)
     return nullcontext() if draw is None else draw(seed)
 
@@ -178,9 +176,7 @@ def schedule_evaluations(data: Any) -> None:
 
 
 def count_evaluations(data: Any, again: bool = False) -> None:
-    """Sets the interval of evaluations, which the Trainer counts in epochs and ``eval_freq`` in transitions; ``again``
-    where the length of epochs has changed since the start of the fit.
-    """
+    """Sets the Trainer's interval of evaluations from ``eval_freq``; ``again``: the length of epochs has changed."""
     trainer = data.trainer
     if again and trainer.check_val_every_n_epoch != _evaluates_every.get(trainer, -1):
         return

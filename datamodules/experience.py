@@ -17,11 +17,7 @@ from rl_modules.core.settings import Declared
 
 
 class LazyLoader:
-    """A sized iterable that makes each batch on demand.
-
-    Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
-    before its last update.
-    """
+    """A sized iterable that makes each batch on demand; of an unsized one Lightning prefetches a batch."""
 
     def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
         self._length = length
@@ -117,11 +113,7 @@ class Experience(HasParts, Declared, L.LightningDataModule):
 
 
 def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
-    """Makes a fit that has not begun start with a whole evaluation, or without one.
-
-    The evaluation is Lightning's sanity check with all batches: it leaves the global generators as they were, and
-    callbacks that save or stop ignore it. The modules' ``on_load_checkpoint`` turns it off for a run that resumes.
-    """
+    """Makes a fit that has not begun start with a whole evaluation, as Lightning's sanity check, or without one."""
     tries = getattr(trainer, "fast_dev_run", False)
     trainer.num_sanity_val_steps = float("inf") if wanted and not tries else 0
 
@@ -172,9 +164,7 @@ def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, An
 
 
 def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
-    """Returns the minibatch of its epoch at which a run resumes: the checkpoint's where the settings that decide an
-    epoch's minibatches are equal. ``begun``: the checkpoint holds experience of later epochs already.
-    """
+    """Returns the minibatch of its epoch at which a run resumes; ``begun``: the next epoch's experience is there."""
     if saved == layout:
         return position
     if position % saved["length"] or begun:

@@ -72,14 +72,10 @@ class FrameReplayBuffer(ReplayBuffer):
         return self._announce(rollout, at, blocked)
 
     def break_off(self, which: np.ndarray) -> None:
-        """Does nothing: a break is detected by a stack that does not continue the one before; its last transition is
-        left out.
-        """
+        """Does nothing: a stack that does not continue the one before shows the break."""
 
     def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Returns whether a transition's observation begins an episode, [T, N]: its older frames differ from those
-        before.
-        """
+        """Returns whether an observation begins an episode, [T, N]: its older frames are new."""
         starts = np.zeros(valid.shape, bool)
         for i in range(self.n_envs):
             before: np.ndarray | None = None

@@ -145,9 +145,7 @@ class HindsightReplayBuffer(ReplayBuffer):
                            "the wrappers do to goals and rewards")  # fmt: skip
 
     def _reached(self, index: Tensor, place: Tensor) -> Tensor:
-        """Flat numbers of rows whose achieved goals replace those of transitions ``index``, [M]; ``place``, uniform in
-        [0, 1), says how far along the episode, or the rest of it.
-        """
+        """Rows whose achieved goals replace those of transitions, [M], at ``place`` in [0, 1) of the rest."""
         row, environment = index // self.n_envs, index % self.n_envs
         to_end = self.to_end[index]
         steps = torch.where(to_end >= 0, to_end, (self.head[environment] - 1 - row) % self.rows)
@@ -184,9 +182,7 @@ def check_hindsight(arguments: Any) -> None:
 
 
 def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """Returns ``compute_reward`` of the environment, which is reset, or of the outermost wrapper that has one, followed
-    by what later wrappers and ``sign_reward`` do to the rewards.
-    """
+    """Returns the environment's ``compute_reward``, followed by what wrappers and ``sign_reward`` do to rewards."""
     keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
     if not keys.issuperset(GOAL_KEYS):
         raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "

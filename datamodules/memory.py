@@ -28,9 +28,7 @@ class Memory(Stateful):
     def act(
         self, act: Act, observation: Any, generator: torch.Generator, starts: np.ndarray | Tensor
     ) -> dict[str, Tensor]:
-        """Calls ``act`` from the current state; returns its fields, with ``state`` before it and ``episode_start``,
-        [N, …]; ``starts`` is true where an episode begins, [N].
-        """
+        """Calls ``act`` from the current state; adds ``state`` before it and ``episode_start``, [N, …]."""
         state, begins = self._current(starts)
         acted = dict(self._call(act, observation, generator, state))
         self.state = acted.pop("next_state")
@@ -40,9 +38,7 @@ class Memory(Stateful):
     def value(
         self, act: Act, observation: Any, device: torch.device, starts: np.ndarray, ends: list[tuple[int, int]]
     ) -> Tensor:
-        """V of the observations after a rollout, the newest and F final ones, [N + F]; ``ends`` are row and environment
-        of each final one.
-        """
+        """V of the observations after a rollout, N newest and F final ones at ``ends``, [N + F]."""
         state = torch.cat([self._current(starts)[0], *(self._after[t][i][None] for t, i in ends)])
         return self._call(act, observation, torch.Generator(device), state)["value"]
 

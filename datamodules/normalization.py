@@ -82,9 +82,7 @@ class RunningMeanStd(Stateful):
 
 
 class ObservationNormalizer(Stateful):
-    """Observations in units of their running standard deviation, bounded by ``clip``; integers and images are left as
-    they are.
-    """
+    """Observations in units of their running standard deviation, bounded by ``clip``; integers and images stay."""
 
     running: Any = persistent(lambda self: _statistics_of(self.space))
 
@@ -177,9 +175,7 @@ class Normalizers(Stateful):
         return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """Normalises replayed transitions, [M, …] as the environments returned them, by the current statistics, in
-        place.
-        """
+        """Normalises replayed transitions, [M, …], by the current statistics, in place."""
         if self.of_observations is not None:
             for name in ("observation", "next_observation"):
                 arrays = self.of_observations(tree_map(lambda x: x.numpy(), sample[name]))
@@ -211,9 +207,7 @@ class Normalizers(Stateful):
         return of_observations if self.of_rewards is None else [*of_observations, self.of_rewards.running]
 
     def merge_ranks(self, gather: Callable[[np.ndarray], list[np.ndarray]]) -> None:
-        """Gives every rank the statistics of the samples of all ranks; ``gather`` returns every rank's flat array, in
-        order.
-        """
+        """Gives every rank the statistics of all samples; ``gather`` returns every rank's flat array, in order."""
         parts = self.parts()
         own = [part.own() for part in parts]
         sizes = np.cumsum([len(flat) for flat in own])[:-1]

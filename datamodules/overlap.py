@@ -32,9 +32,7 @@ class CollectedAhead:
         self._future: Future[Rollout] | None = None
 
     def begin(self, learner: Any, precision: Callable[[], AbstractContextManager]) -> None:
-        """Starts to collect with the learner's present weights, in a context of its own: autocast belongs to a
-        thread.
-        """
+        """Starts to collect with the learner's present weights, in a context of its own, as autocast needs."""
         if self._policy is None:
             self._policy = frozen_copy(learner)
         else:
@@ -67,9 +65,7 @@ class CollectedAhead:
 
 
 def frozen_copy(learner: Any) -> Any:
-    """A copy whose networks, parameters and buffers are its own, in evaluation mode, and whose other attributes are the
-    learner's.
-    """
+    """A copy in evaluation mode with networks of its own, and the learner's other attributes."""
     other = copy.copy(learner)
     other.__dict__["_trainer"] = learner._trainer  # a copy has none
     other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner._modules.items()}

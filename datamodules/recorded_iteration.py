@@ -159,18 +159,14 @@ class RecordedIteration(Recorded):
         self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)
 
     def _note_episodes(self, done: Tensor, running: Tensor) -> None:
-        """Writes the episodes that are ``done``, [T·N], with return and length, [2, T·N], into the ring, in the order
-        of time.
-        """
+        """Writes the ended episodes' returns and lengths, [2, T·N], into the ring, in the order of time."""
         place = done.cumsum(0) - 1 + self.finished
         self.finished.add_(done.sum())
         is_kept = done & (place >= self.finished - self.window)
         self.ring.index_copy_(1, torch.where(is_kept, place % self.window, self.window), running)
 
     def read_episodes(self) -> None:
-        """Brings statistics and observations to the host, for metrics and checkpoints; refuses NaN and infinite
-        ones.
-        """
+        """Brings statistics and observations to the host; refuses NaN and infinite ones."""
         collector, episodes = self.collector, self.collector.episodes
         if not self.is_finite:
             raise UsageError(f"the environment {collector.name} returned a NaN or infinite observation or reward; "

@@ -309,9 +309,7 @@ class ReplayDataModule(ControlDataModule):
         return transitions
 
     def _offer_to_stop(self, resumes_within: bool) -> None:
-        """Lets a signal end the run within the warm-up, which takes long, or a round of episodes, which may never end;
-        ``resumes_within``: a checkpoint written now resumes exactly.
-        """
+        """Lets a signal end a long round; ``resumes_within``: a checkpoint written now is exact."""
         trainer = self.learner_trainer
         waits = getattr(trainer.train_dataloader, "while_waiting", None)
         if resumes_within and waits is not None:
@@ -359,9 +357,7 @@ class ReplayDataModule(ControlDataModule):
             self._recorded.append(rollout)
 
     def _count_recorded(self) -> None:
-        """Merges rows that a subclass added into the statistics of the normalisers; not when they are added, because
-        the statistics of an earlier run, which come first, are known later.
-        """
+        """Merges rows that a subclass added into the normalisers' statistics, after those of an earlier run."""
         normalizers = self.collector.normalizers
         if self._recorded and normalizers is not None:
             for rollout in self._recorded:

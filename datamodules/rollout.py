@@ -285,9 +285,7 @@ class RolloutDataModule(ControlDataModule):
             self._next = rollout
 
     def _cut(self, n_minibatches: int, begins: bool) -> list[Batch]:
-        """The rollout in its current order, or a new one where a pass begins, cut into minibatches (of nearly one size
-        where rows are not valid).
-        """
+        """The rollout in its order, a new one where a pass begins, cut into minibatches of nearly one size."""
         fields: Any = self._fields
         if n_minibatches == 1:
             self._order = None

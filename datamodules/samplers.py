@@ -93,10 +93,7 @@ class PrioritizedSampler(Stateful):
         return torch.from_numpy(self.tree.find((np.arange(n) + uniform) * (self.tree.total / n)))
 
     def weights(self, index: Tensor, beta: float, largest_of_ranks: Callable[[float], float] | None = None) -> Tensor:
-        """Importance weights of a minibatch, [M] float32, of which the largest is 1, also over the ranks.
-
-        w_i = (N P(i))^-β / max_j (N P(j))^-β, where N, the number of transitions, cancels.
-        """
+        """Importance weights (N P(i))^-β of a minibatch over the largest, also over the ranks, [M] float32."""
         weight = self.tree[index.numpy()] ** -beta
         if largest_of_ranks is None:
             largest = weight.max()

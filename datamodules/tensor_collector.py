@@ -30,9 +30,7 @@ class TensorCollector(Collector):
     """
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """As :meth:`Collector.collect`; the rollout is on ``device``. An episode's end without its final observation is
-        refused.
-        """
+        """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""
         if self._observation is None:
             self._begin(device)
         envs, n = self.envs, self.envs.num_envs
@@ -170,11 +168,7 @@ def _where(done: Tensor, last: Tensor, x: Tensor) -> Tensor:
 
 
 class TensorNormalizers:
-    """The normalisers of a run, applied to tensors on their device.
-
-    A rollout is normalised by the statistics from before it, and then changes them as a whole: numbers go to the host
-    once per rollout. (Those of NumPy arrays change with every step.)
-    """
+    """The normalisers of a run on a device: by the statistics from before a rollout, which then changes them."""
 
     def __init__(self, normalizers: Normalizers, space: spaces.Space, device: torch.device) -> None:
         self.normalizers = normalizers

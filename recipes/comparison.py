@@ -191,10 +191,7 @@ def _end(run: Result) -> int:
 
 
 def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
-    """Returns the runs that differ in their seed alone, by name and by the settings in which others differ.
-
-    Settings in which runs of the same name differ come first. One that a single algorithm has does not count.
-    """
+    """Returns the runs that differ in their seed alone, by name and by the settings in which others differ."""
     names = dict.fromkeys(name for run in results for name in run.settings if not _SHOWN.fullmatch(name))
     within, between = [], []
     for name in names:
@@ -214,9 +211,7 @@ def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
 
 
 def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
-    """Mean over seeds of [seeds] or [seeds, points], with ``middle`` the interquartile mean, and both ends of its 95 %
-    bootstrap interval, NaN below three seeds.
-    """
+    """Mean over seeds, with ``middle`` the interquartile mean, and its 95 % bootstrap interval, NaN below three."""
     from scipy.stats import trim_mean
 
     statistic = (lambda x: trim_mean(x, 0.25)) if middle else (lambda x: x.mean(0))

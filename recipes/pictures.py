@@ -55,12 +55,7 @@ def draw_values(q: Tensor, model: TransitionModel, title: tuple[str, ...] = ()) 
 
 
 def action_directions(model: TransitionModel) -> list[tuple[int, int]]:
-    """Returns each action's direction in a grid world as (rows, columns); (0, 0) is an action that does not move.
-
-    The directions are computed from the transitions to neighbouring cells, so that the environment's numbering of
-    actions is not needed. Slipping to both sides cancels out, and a rare jump (off the cliff to the start next to it)
-    has less weight than the ordinary moves.
-    """
+    """Returns each action's mean move in a grid world as (rows, columns), whatever the environment's numbering."""
     assert model.cells is not None
     columns = len(model.cells[0])
     states = torch.arange(model.states)

@@ -212,9 +212,7 @@ def draw_curves(points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
 
 
 def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
-    """Returns the settings that differ, as ``model.beta: 0.5 → 1.0``; a text of several lines, such as a config, by
-    name only.
-    """
+    """Returns the settings that differ, as ``model.beta: 0.5 → 1.0``; a text of several lines by name only."""
     if isinstance(old, dict) and isinstance(new, dict):
         names = dict.fromkeys([*old, *new])
         return [line for key in names for line in changes(old.get(key, "not given"), new.get(key, "not given"), key)]
@@ -262,10 +260,7 @@ def _peak_memory() -> float | None:
 
 
 def _in_a_process(words: Sequence[str]) -> None:
-    """Runs an ``rl`` command as a process of its own; raises SystemExit with its exit code.
-
-    Ctrl-C reaches the process from the terminal, SIGTERM is passed on; both end it with a checkpoint.
-    """
+    """Runs an ``rl`` command as a process, to which SIGTERM is passed on; raises SystemExit with its exit code."""
     process = subprocess.Popen([sys.executable, "-m", "recipes", *words])
 
     def pass_on(number: int, frame: Any) -> None:

@@ -58,11 +58,7 @@ def task_name(settings: Any) -> str | None:
 
 
 def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[Path | None, Path | None]:
-    """Gives a run its folder. Returns the folder that this process made for it, and the one on this machine's disk.
-
-    The first rank makes the folder at once, so that runs that start together have different folders. A process that
-    starts the ranks does so before it starts them; otherwise its folder would differ from theirs.
-    """
+    """Gives a run its folder, at once; returns the folder made for it, and the one on this machine's disk."""
     made = number_alike(trainer)
     if run is None:
         _open_csv_files(trainer)
@@ -71,12 +67,8 @@ def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[Path | None,
 
 
 def number_alike(trainer: Any) -> Path | None:
-    """Gives all loggers of a new run the same version number, by which a resumed run finds their folders. Returns the
-    folder that this process made for the run; None: none.
-
-    The first rank makes the folder at once, so that runs that start together have different folders. A process that
-    starts the ranks calls this before it starts them; otherwise its folder would differ from theirs.
-    """
+    """Gives all loggers of a new run one version number; returns the folder made for it, None: none."""
+    # The first rank makes it now, because runs may start together, and ranks that are started later take it.
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
         return None
     made = None
@@ -110,9 +102,7 @@ def _claimed(parent: Path, number: int) -> int:
 
 
 def _open_csv_files(trainer: Any) -> None:
-    """Makes CSV loggers open their files while the folder of a new run is empty. Lightning would treat files in it,
-    such as the run's own config, as an older run's, and warn that it deletes them.
-    """
+    """Makes CSV loggers open their files in the empty folder; Lightning would warn of files in it."""
     for logger in trainer.loggers if trainer.is_global_zero else []:
         if isinstance(logger, CSVLogger):
             logger.experiment  # noqa: B018
@@ -135,9 +125,7 @@ def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
 
 
 def place_without_logger(trainer: Any, name: str, run: Run | None = None) -> Path | None:
-    """Gives a run without a logger a folder of its own, numbered as a logger does: runs that share one would overwrite
-    each other's checkpoints.
-    """
+    """Gives a run without a logger a numbered folder of its own."""
     checkpoints = Checkpoints.of(trainer)
     writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run
     if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
@@ -190,20 +178,14 @@ def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it began, which ``--resume`` would take for the newest run.
-    A folder that holds weights is left.
-    """
+    """Removes the folder of a run that was refused before it began, unless it holds weights."""
     if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Holds a run's folder for this process.
-
-    The lock is a POSIX lock, which forked processes do not inherit, so environments' processes that outlive a killed
-    run do not keep it. If the platform or the file system does not support such locks, nothing is locked.
-    """
+    """Holds a run's folder by a POSIX lock, which processes that outlive a killed run do not keep; or not at all."""
     try:
         import fcntl
     except ImportError:

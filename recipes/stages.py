@@ -44,11 +44,7 @@ def stage_options(
 
 
 def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> dict[str, Any]:
-    """Checks the configs and options of all stages before the first one starts.
-
-    Each is parsed, and its classes are instantiated: names, types, ranges, and whether the model and the datamodule
-    belong together. The models and files that earlier stages will write are not required yet.
-    """
+    """Checks configs and options of all stages before the first: each is parsed, and its classes are made."""
     from recipes.cli import config_files
     from recipes.cli.options import refuse_keys
 
@@ -149,11 +145,7 @@ class Policy:
         return self.module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
 
     def as_read(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Returns columns of a record from which another datamodule makes the same prompt, whatever its settings.
-
-        These are messages, including the system prompt, if the policy reads its prompts through the chat template;
-        otherwise the text, to be read with ``chat_template=false``.
-        """
+        """Returns columns of a record from which any datamodule makes the same prompt, messages or text."""
         encoder = self.data.encoder
         prompt = encoder.as_read(record["prompt"])
         if isinstance(prompt, str):

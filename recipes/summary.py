@@ -116,9 +116,7 @@ def exact_row(model: Any, data: Any) -> dict[str, str]:
 
 
 def limit_of(trainer: Trainer) -> dict[str, str]:
-    """Returns a row that says that ``trainer.max_time`` ended training; Lightning's own message is hidden with its
-    advice.
-    """
+    """Returns a row that says that ``trainer.max_time`` ended training, for Lightning's hidden message."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     left = [timer.time_remaining() for timer in callbacks if isinstance(timer, Timer)]
     is_reached = any(seconds is not None and seconds <= 0 for seconds in left)

@@ -22,9 +22,7 @@ class ActionNoise(Stateful):
     arguments: dict[str, Any]
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-        """Returns the next noise of every environment, [N, A] float32 on the CPU, in units of half the action's
-        range.
-        """
+        """Returns every environment's next noise, [N, A] float32 on the CPU, in halves of the action's range."""
         raise UsageError(f"{type(self).__name__} must define sample")
 
     def reset(self, which: Tensor | None = None) -> None:
@@ -107,10 +105,7 @@ def is_foreign(noise: ActionNoise | None) -> bool:
 
 
 def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
-    """Converts a noise to plain data for a checkpoint: the name of its class and its arguments.
-
-    Returns None for no noise, and for a user's class, because a checkpoint holds no code.
-    """
+    """Converts a noise to its class's name and arguments; None for no noise, and for a user's class."""
     if noise is None or is_foreign(noise):
         return None
     defaults = {name: p.default for name, p in inspect.signature(type(noise)).parameters.items()}

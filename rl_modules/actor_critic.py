@@ -100,9 +100,7 @@ class ActorCriticModule(ControlModule):
         )
 
     def value_loss(self, value: Tensor, batch: Minibatch) -> Tensor:
-        """Returns the mean squared error to the returns, a scalar; without the factor ½ of the functional, so that
-        vf_coef is SB3's.
-        """
+        """Returns the mean squared error to the returns, twice the functional's half, so that vf_coef is SB3's."""
         return 2 * F.value_loss(value, batch["returns"])
 
     # ---------------------------------------------------------------- over ranks
@@ -126,9 +124,7 @@ class ActorCriticModule(ControlModule):
         return self._whitened[1]
 
     def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
-        """Records the share of the returns' variance that the critic explained before the update, over all ranks;
-        arguments [T, N].
-        """
+        """Records how much of the returns' variance the critic explained before the update; arguments [T, N]."""
         if self.logs_this_epoch:
             if self.run.has_resets:
                 value, returns = value[valid], returns[valid]

@@ -51,11 +51,7 @@ class Run:
 
 
 class Algorithm(Declared, L.LightningModule):
-    """Base of all algorithms; a subclass defines ``training_step``.
-
-    Parts of hooks, such as ``_on_train_start``, run before a subclass's hook of the same name, see
-    :mod:`rl_modules.core.hooks`.
-    """
+    """Base of all algorithms; a subclass defines ``training_step``. :mod:`rl_modules.core.hooks` calls ``_on_…``."""
 
     run: Run = transient(lambda m: Run())
     #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
@@ -95,9 +91,7 @@ class Algorithm(Declared, L.LightningModule):
         return self.trainer.global_step
 
     def begin_run(self) -> None:
-        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded. Weights are
-        kept, those of a frozen reference too.
-        """
+        """Resets the state of a run, at the start of each ``fit``, before a checkpoint is loaded; weights stay."""
         run = self.run
         forget_state(self)
         self.run.missing_factories = run.missing_factories
@@ -153,10 +147,7 @@ class Algorithm(Declared, L.LightningModule):
     # ---------------------------------------------------------------- ranks that this process started
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights by name; to the process that started this rank, all that a checkpoint holds.
-
-        Lightning loads it there. That process has built no network, and would otherwise evaluate new weights.
-        """
+        """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
         from rl_modules.ranks import is_returning
 
         weights = super().state_dict(*args, **kwargs)

@@ -501,9 +501,7 @@ class ControlModule(Algorithm):
             self.run.optimizers_saved = checkpoint.get("optimizer_classes")
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights of an earlier run's checkpoint that ``init_from`` loads; an algorithm omits those that a
-        new argument replaces.
-        """
+        """Returns the weights that ``init_from`` loads; an algorithm omits those that a new argument replaces."""
         return checkpoint["state_dict"]
 
     # ---------------------------------------------------------------- schedules and ranks
@@ -536,9 +534,7 @@ class ControlModule(Algorithm):
         return self._trainer is None or self._trainer.world_size == 1
 
     def rank_weight(self, n: int) -> float:
-        """Returns the weight of this rank's mean over ``n`` transitions in the mean over all ranks. The weight is 1
-        unless the vector environment has reset rows, so that the ranks have different numbers of transitions.
-        """
+        """Returns the weight of this rank's mean over ``n`` transitions; not 1 where some rows are resets."""
         if self._is_alone or not self.run.has_resets:
             return 1.0
         from rl_modules import ranks  # only several ranks need it
@@ -560,9 +556,7 @@ class ControlModule(Algorithm):
         return self.adam(parameters, lr=3e-4, eps=1e-5)
 
     def adam(self, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
-        """Returns Adam, fused except under mixed precision, where Lightning refuses to clip gradients of fused
-        optimizers.
-        """
+        """Returns Adam; fused except under mixed precision, where Lightning refuses to clip its gradients."""
         return adam(parameters, lr, eps, fused=self.trainer.precision in ("32-true", "64-true"))
 
     def configure_optimizers(self) -> Any:
@@ -575,9 +569,7 @@ class ControlModule(Algorithm):
         return {"optimizer": optimizer, "lr_scheduler": made_by("lr_scheduler", self.scheduler_factory, optimizer)}
 
     def step_schedulers(self) -> None:
-        """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those
-        whose ``frequency`` divides the number of epochs.
-        """
+        """Steps the schedulers of epochs that are due, as Lightning does under automatic optimization."""
         from rl_modules.core.resume import step_schedulers_of_epochs
 
         step_schedulers_of_epochs(self)
@@ -589,9 +581,7 @@ class ControlModule(Algorithm):
                 parameter.grad = None
 
     def trainable_parameters(self) -> Iterable:
-        """Returns the parameters to optimize: the network's, then those of a subclass's own parts; a target network
-        follows by itself.
-        """
+        """Returns the parameters to optimize: the network's and a subclass's, not a target network's."""
         network, target = list(self.network.parameters()), getattr(self, "target_network", None)
         apart = {id(p) for p in [*network, *(() if target is None else target.parameters())]}
         return [*network, *(p for p in self.parameters() if id(p) not in apart)]
@@ -602,9 +592,7 @@ class ControlModule(Algorithm):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` if the Trainer sets
-        none.
-        """
+        """Clips to the Trainer's ``gradient_clip_val``, or else to the algorithm's ``max_grad_norm``."""
         if gradient_clip_val is None and self.max_grad_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)

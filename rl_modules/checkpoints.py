@@ -87,10 +87,7 @@ def statistics_to_tensors(tree: Statistics) -> Any:
 
 
 def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
-    """Refuses to use weights in another space than the one that they were trained in.
-
-    The bounds of an observation may differ, those of an action may not: actions are clipped to them.
-    """
+    """Refuses weights that were trained in another space; the bounds of observations may differ."""
     mine, its = (without_integers(space_to_dict(space)) for space in (trained, here))
     if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
         return

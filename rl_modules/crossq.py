@@ -175,10 +175,7 @@ class RenormalizedCritics(Critics):
         self.renorms = nn.ModuleList(BatchRenorm(layer.weight.shape[1], n_critics, *renorm) for layer in self.layers)
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
-        """Action values; arguments as in :class:`~rl_modules.networks.critics.Critics`.
-
-        ``frozen`` has no effect here: it only saves work, and the algorithm computes the policy's gradients alone.
-        """
+        """Action values; arguments as in :class:`~rl_modules.networks.critics.Critics`, ``frozen`` saves nothing."""
         features = self.encoder(observation)
         x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
         x = x.expand(self.n_critics, -1, -1)

@@ -40,11 +40,7 @@ def averaged(
 
 
 class GradientHooks:
-    """Calls ``on_after_backward`` and ``on_before_optimizer_step`` of the module and the callbacks.
-
-    Under automatic optimization Lightning calls them. The objects that define them are looked up once, because updates
-    are short.
-    """
+    """Calls the gradient hooks of module and callbacks, as Lightning does under automatic optimization."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer

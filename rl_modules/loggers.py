@@ -186,18 +186,14 @@ def adapters(trainer: Any) -> list[LoggerAdapter]:
 
 
 def log_settings(trainer: Any) -> None:
-    """Writes the settings of a run to each logger, unless ``enable_autolog_hparams`` is false; called before its first
-    step.
-    """
+    """Writes a run's settings to each logger before its first step, unless ``enable_autolog_hparams`` is false."""
     settings = flat_settings(trainer.lightning_module, trainer.datamodule)
     for adapter in adapters(trainer) if trainer.enable_autolog_hparams else ():
         adapter.write_settings(settings)
 
 
 def flat_settings(*owners: Any) -> dict[str, Any]:
-    """Returns the hyperparameters of modules and datamodules as numbers, strings and booleans under dotted names, as
-    TensorBoard takes them, without those of :data:`FILLED_IN`.
-    """
+    """Returns hyperparameters as TensorBoard takes them, by dotted name, without those of :data:`FILLED_IN`."""
     flat: dict[str, Any] = {}
     for owner in owners:
         _flatten(getattr(owner, "hparams", {}), "", flat)
@@ -220,10 +216,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def finite(value: Any) -> Any:
-    """Replaces NaN and infinite numbers by None, in nested dictionaries and lists too.
-
-    JSON has no such numbers: Python writes ``NaN`` and ``Infinity``, which other readers refuse.
-    """
+    """Replaces NaN and infinite numbers by None, in nested containers too: JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -238,9 +231,7 @@ _ENTITIES = str.maketrans({character: f"&#{ord(character)};" for character in "&
 
 
 def markdown_table(columns: Mapping[str, Sequence[Any]], rows: int = 8, width: int = 500) -> str:
-    """Formats a Markdown table, which shows every text as it is: no text breaks the layout, or becomes an image or a
-    link.
-    """
+    """Formats a Markdown table that shows every text as it is."""
     lines = [f"| {' | '.join(_cell(name, width) for name in columns)} |", f"|{'---|' * len(columns)}"]
     for values in list(zip(*columns.values(), strict=True))[:rows]:
         lines.append(f"| {' | '.join(_cell(value, width) for value in values)} |")

@@ -126,13 +126,7 @@ class OffPolicyActorCritic(ControlModule):
         raise UsageError(f"{type(self).__name__} must define make_policy")
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        """Returns the action-value networks: a module from observations and actions in [-1, 1], [B, ``width``], to
-        values [``n_critics``, B, ``n_outputs``].
-
-        Args:
-            width: numbers in an action.
-            net_arch: hidden widths.
-        """
+        """Returns the networks from observations and actions, [B, ``width``], to [n_critics, B, n_outputs]."""
         return Critics(self.observation_space, width, self.n_critics, net_arch, self.hparams["activation_fn"],
                        self.n_outputs, self.layer_norm, self.dropout_rate)  # fmt: skip
 
@@ -170,12 +164,7 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise = noise
 
     def begin_episodes(self, which: np.ndarray) -> None:
-        """Restarts the action noise of environments in which an episode begins; the datamodule calls it before
-        :meth:`act`.
-
-        Args:
-            which: environments whose observation is the first of its episode, [N] bool.
-        """
+        """Restarts the action noise of the environments ``which`` begin an episode, [N] bool."""
         if self.action_noise is not None:
             self.action_noise.reset(torch.from_numpy(which))
 
@@ -272,11 +261,7 @@ class OffPolicyActorCritic(ControlModule):
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:
-        """The parameters of ``policy`` and ``critics`` that are not frozen, those of a subclass's own parts among the
-        critics', and all parameters and buffers of ``target`` and of the part ``followed`` by it.
-
-        The lists are made once per epoch, because iterating over the modules takes as long as a kernel.
-        """
+        """Trained parameters of policy and critics, and those and buffers of ``target`` and ``followed``, per epoch."""
         if self._lists is None:
             parts = {"policy": self.network.policy, "critics": self.network.critics,
                      "target": self.target_network, "followed": self.followed()}  # fmt: skip

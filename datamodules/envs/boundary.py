@@ -24,9 +24,7 @@ Misfit = Callable[[Any], str | None]
 
 
 def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> Misfit:
-    """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space in shape, or
-    in a dtype that Gymnasium's vectors do not convert (``same_kind``); ``part`` of a nested space, for the message.
-    """
+    """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keys: Any = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
         return _of_parts({key: misfit(space[key], batch, f"{part}[{key!r}]") for key in keys}, part)
@@ -109,10 +107,7 @@ def has_episodes(envs: VectorEnv) -> bool:
 
 
 class Boundary:
-    """Resets and steps a vector; an error in it, or what does not fit its spaces, is one sentence.
-
-    Environments of :class:`~datamodules.envs.episodes.SeededEpisodes` check what they return before it is merged.
-    """
+    """Resets and steps a vector; an error in it, or what does not fit its spaces, is one sentence."""
 
     def __init__(self, envs: VectorEnv, name: str) -> None:
         self.envs, self.name, self.space = envs, name, envs.single_observation_space
@@ -138,9 +133,7 @@ class Boundary:
         return observation
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Returns what a step of the vector returned; its infos have Gymnasium's own names only where it resets in the
-        same step.
-        """
+        """Returns what a step returned; Gymnasium's own infos are there only where the vector resets in it."""
         try:
             returned: Any = self.envs.step(action)
         except (Exception, SystemExit) as error:
@@ -158,9 +151,7 @@ class Boundary:
         return observation, *rows, info
 
     def finals(self, done: np.ndarray, observation: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
-        """Returns environment and final observation of every episode that ended in a step, of a vector that does not
-        reset in a step of its own.
-        """
+        """Returns environment and final observation of each ended episode, of a vector without steps for resets."""
         final = observation
         if self.mode == AutoresetMode.SAME_STEP:
             final = self.final(info)
@@ -200,9 +191,7 @@ class Boundary:
         return row
 
     def _require_own_memory(self, final: Any, done: np.ndarray) -> None:
-        """Refuses final observations that a reset has written over: Gymnasium's SyncVectorEnv does not copy what an
-        environment returns, which may be the same array in every step.
-        """
+        """Refuses final observations that a reset has written over, which SyncVectorEnv does not copy."""
         inner = self.envs.unwrapped
         if not isinstance(inner, SyncVectorEnv) or not isinstance(final, np.ndarray) or final.dtype != object:
             return
@@ -245,9 +234,7 @@ class Boundary:
 
 
 def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
-    """Refuses NaN and infinite values, which would make the network's weights NaN: in observations [T + 1, N, *obs],
-    rewards [T, N], and final observations with their rows and environments.
-    """
+    """Refuses NaN and infinite observations [T + 1, N, *obs], rewards [T, N] and final observations."""
     what, bad = "reward", ~np.isfinite(reward)
     for leaf in () if bad.any() else tree_leaves(observations):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
@@ -262,9 +249,7 @@ def require_finite(name: str, observations: Any, reward: np.ndarray, finals: lis
 
 
 def require_finite_evaluation(name: str, what: str, values: Any) -> None:
-    """Refuses a step of an evaluation with a NaN or infinite ``reward`` or ``observation``, nested as the vector
-    returned them.
-    """
+    """Refuses a step of an evaluation with a NaN or infinite ``reward`` or ``observation``."""
     if isinstance(values, dict | tuple):
         for part in values.values() if isinstance(values, dict) else values:
             require_finite_evaluation(name, what, part)
@@ -277,9 +262,7 @@ def require_finite_evaluation(name: str, what: str, values: Any) -> None:
 
 
 class Digits:
-    """Compares mean and deviation of the first observations of a run, and warns once where float32 can't tell them
-    apart. ``in_double``: those in float64 are normalised in float64, and not looked at.
-    """
+    """Warns once where float32 can't tell a run's first observations apart, unless they are normalised in float64."""
 
     def __init__(self, space: spaces.Space, name: str, in_double: bool) -> None:
         self.name, self.seen = name, 0

@@ -50,12 +50,7 @@ def make_engine(
 
 
 class EnvPoolVector(VectorEnv):
-    """N environments of one of EnvPool's engines, written in C++.
-
-    EnvPool resets in the step after an episode's end, whose action and reward are ignored; the last step of the episode
-    returns the final observation. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes a new one. The
-    running episodes can't be read from it, nor restored. ``env_kwargs`` are EnvPool's own, such as ``num_threads``.
-    """
+    """N environments of EnvPool's, which resets in a step of its own; episodes can't be read or restored."""
 
     def __init__(self, env_id: str, num_envs: int, env_kwargs: dict[str, Any] | None = None) -> None:
         try:
@@ -118,12 +113,7 @@ class SmallSeeds(VectorWrapper):
 
 
 class AgentsVector(VectorEnv):
-    """A vector whose infos are a list and whose spaces are those of one agent, as Gymnasium 1 has vectors.
-
-    ``supersuit.pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1`` make such vectors: every agent is an
-    environment, all share one policy, and the agents of a game begin and end together. The final observation is in the
-    agent's info, under ``terminal_observation``.
-    """
+    """A vector of agents, as SuperSuit makes of PettingZoo's games: each is an environment, all end together."""
 
     def __init__(self, envs: Any) -> None:
         self.envs_of_agents = envs
@@ -166,9 +156,7 @@ class AgentsVector(VectorEnv):
 
 
 def check_vector(envs: VectorEnv, data: Any) -> None:
-    """Warns of arguments of single environments that a vector ignores, of masks that are not read, and of an assumed
-    autoreset mode; refuses an unknown one, and ``env_kwargs`` for a vector that is made already.
-    """
+    """Warns of arguments that a vector ignores, unread masks and an assumed autoreset mode; refuses an unknown mode."""
     given, name = data.hparams, data.env_name
     if data.environments.is_one_vector and data.env_kwargs:
         raise UsageError(f"env_kwargs={data.env_kwargs} are for a callable that makes the environments; {name} was "
@@ -195,9 +183,7 @@ def check_vector(envs: VectorEnv, data: Any) -> None:
 
 
 def unread_masks(envs: VectorEnv) -> str | None:
-    """Returns where a user's vector, which it resets, gives masks that are not read, for a message; None: nowhere. Only
-    masks in observations are read.
-    """
+    """Returns where a user's vector, which it resets, gives masks outside of its observations; None: nowhere."""
     if mask_size(envs.single_action_space) is None or has_mask(envs):
         return None
     with contextlib.suppress(Exception):  # a broken one is reported where it is first stepped

@@ -203,9 +203,7 @@ def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
 def repeat_episodes(
     envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
 ) -> np.ndarray:
-    """Repeats the ``episodes`` of a freshly reset vector up to their last steps. Returns where this led to another
-    observation than ``reached``, [N]; ``resets_next`` says which environments reset in their next step, [N].
-    """
+    """Repeats episodes in a freshly reset vector; returns where they led elsewhere than ``reached``, [N]."""
     replays = [
         {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}
         for e, resets in zip(episodes, resets_next, strict=True)
@@ -220,9 +218,7 @@ def repeat_episodes(
 
 
 def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
-    """Resets a freshly reset vector to the beginning of running episodes, without repeating their actions; where the
-    environments had failed, ``episodes`` is empty, and they begin their first.
-    """
+    """Resets a vector to the beginning of running episodes; none: to the first ones."""
     if episodes:
         lives = [len(e.get("resets", ())) for e in episodes]  # each began an episode of its own
         states = [

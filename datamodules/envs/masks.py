@@ -52,9 +52,7 @@ class VectorWithoutMasks(VectorWrapper):
 
 
 class ActionMasks(gym.Wrapper):
-    """Adds the mask of each state to its observation: ``{"observation": ..., "action_mask": uint8}``. A Dict
-    observation keeps its keys and gets one more; ``source`` is what :func:`~datamodules.envs.vector.mask_source` found.
-    """
+    """Adds each state's mask, found at ``source``, to its observation, as ``action_mask``, uint8."""
 
     def __init__(self, env: gym.Env, source: str) -> None:
         super().__init__(env)

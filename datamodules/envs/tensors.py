@@ -29,9 +29,7 @@ def torch_env(envs: VectorEnv) -> Any:
 
 
 def observation_tensors(space: spaces.Space, observation: Any, double: bool = False) -> Any:
-    """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host,
-    and so no check that choices are in their space.
-    """
+    """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors, without copies to a host."""
     if isinstance(space, spaces.Dict):
         return {name: observation_tensors(part, observation[name], double) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):

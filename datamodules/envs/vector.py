@@ -33,9 +33,7 @@ EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
 
 
 def environment_name(env_id: EnvId) -> str:
-    """Returns the environment's name in checkpoints and logs; refuses a single environment, which can't be made again
-    for other seeds and evaluation.
-    """
+    """Returns the environment's name; refuses a single environment, which can't be made again for other seeds."""
     if isinstance(env_id, str):
         return env_id
     if isinstance(env_id, VectorEnv):  # EnvPool's are gym.Env too
@@ -66,10 +64,7 @@ def make_env(
     wrappers: Sequence[str | dict[str, Any]] = (),
     masks: str | None = None,
 ) -> Any:
-    """One environment with its wrappers, the first in the list innermost; or the vector that the callable makes.
-    Arguments as of the datamodules; ``masks`` is what :func:`mask_source` returns: where it gives action masks, None
-    for nowhere, or :data:`IGNORED`, with which they are taken out of its observations.
-    """
+    """One environment with its wrappers, the first innermost, and masks by :func:`mask_source`; or a vector."""
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
         raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
@@ -92,9 +87,7 @@ def make_vector_env(
     wrappers: Sequence[str | dict[str, Any]] = (),
     masks: str | None = None,
 ) -> VectorEnv:
-    """``n_envs`` environments that step together, each with :class:`SeededEpisodes` outermost; the arguments are those
-    of :func:`make_env` and of :class:`~datamodules.base.ControlDataModule`. An engine resets in its own mode.
-    """
+    """``n_envs`` environments that step together, each in :class:`SeededEpisodes`, or an engine."""
     if vectorization_mode in ("vector_entry_point", "envpool"):
         if wrappers or masks not in (None, IGNORED):
             what = "wrappers are" if wrappers else "action masks are"
@@ -234,9 +227,7 @@ def _missing_extra(who: str, message: str) -> str:
 
 
 def mask_source(env: gym.Env) -> str | None:
-    """Returns where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none. The
-    infos are known only after a reset.
-    """
+    """Returns where an environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none."""
     size = mask_size(env.action_space)
     if size is None:
         return None
@@ -259,9 +250,7 @@ def has_mask(env: gym.Env | VectorEnv) -> bool:
 
 
 def reset_once(env: Any) -> dict[str, Any]:
-    """Resets an environment below Gymnasium's own outer wrappers, of which a recorder would take it for an episode;
-    returns its infos, none if the reset fails: a broken environment is reported where it is first stepped.
-    """
+    """Resets an environment below Gymnasium's wrappers, such as a recorder; returns its infos, none if that fails."""
     while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
         env = env.env
     with contextlib.suppress(Exception):
@@ -274,9 +263,7 @@ def reset_once(env: Any) -> dict[str, Any]:
 
 
 def require_registered(env_id: Any, again: str) -> None:
-    """Refuses a checkpoint's environment that is no registered id: another would import a module and call code in it.
-    ``again`` says how the user gives it.
-    """
+    """Refuses a checkpoint's environment that is no registered id, because that would call code."""
     if not isinstance(env_id, str) or ":" in env_id:
         raise UsageError(f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
                          f"runs; if you trust it, give {again}")  # fmt: skip

@@ -40,11 +40,7 @@ class AtomicCheckpointIO(CheckedCheckpointIO):
 
 
 def rotate(folder: Path, keep_previous: bool) -> None:
-    """Renames ``next.ckpt`` to ``last.ckpt``, and the old ``last.ckpt`` to ``previous.ckpt``.
-
-    A whole ``last.ckpt`` exists at any time; on a filesystem without links, while the names change, a whole
-    ``previous.ckpt``.
-    """
+    """Renames ``next.ckpt`` to ``last.ckpt``, that to ``previous.ckpt``; a whole one of the two exists at any time."""
     last = folder / "last.ckpt"
     if keep_previous and last.exists():
         previous, link = folder / "previous.ckpt", folder / "previous.ckpt.part"

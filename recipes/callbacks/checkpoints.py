@@ -134,9 +134,7 @@ class Checkpoints(ModelCheckpoint):
         AtomicCheckpointIO.install(trainer)
 
     def _forget_run(self) -> None:
-        """Resets the folder and the best checkpoint if the callback served another run before. A resumed run takes its
-        best from the checkpoint, which is loaded later.
-        """
+        """Resets folder and best checkpoint of an earlier run; a resumed run loads its best later."""
         self.dirpath = self.last_path = self.best_model_score = self.current_score = None
         self.best_at = self.evaluated_at = None
         self.best_model_path = self.kth_best_model_path = ""
@@ -244,9 +242,7 @@ class Checkpoints(ModelCheckpoint):
             self._stop(trainer, stop)
 
     def _wait(self, trainer: L.Trainer) -> None:
-        """Saves and stops if a signal came; called within the warm-up of replay, by all ranks together, and within a
-        round of whole episodes, which may never end.
-        """
+        """Saves and stops if a signal came, within the warm-up of replay or a round of whole episodes."""
         if self.progress is not None:
             self.progress.tick(trainer, time.monotonic())
         if not _is_between_steps(trainer):
@@ -351,9 +347,7 @@ class Checkpoints(ModelCheckpoint):
 
 
 def _number_if_older(trainer: L.Trainer) -> int | None:
-    """Returns the number of a run's folder ``version_N`` where a newer run has a higher one; None for several loggers,
-    whose number no single argument gives.
-    """
+    """Returns the number of a run's folder where a newer run has a higher one; None for several loggers."""
     if len(trainer.loggers) != 1 or not isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None
     folder = log_folder(trainer)

@@ -14,10 +14,7 @@ PATTERN = "events.out.tfevents.*"
 
 
 def lengths(trainer: L.Trainer) -> dict[str, int]:
-    """Returns the length of every event file in bytes, by file name; a checkpoint stores it.
-
-    Flushes the loggers first, so that the files end with a whole record.
-    """
+    """Returns the length of every event file in bytes, by file name; a checkpoint stores it."""
     if not trainer.is_global_zero:
         return {}
     found: dict[str, int] = {}
@@ -54,10 +51,7 @@ def _whole_records(path: Path, limit: int) -> int:
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns every scalar curve of a run: (step, value) by tag, in the order of the steps.
-
-    TensorBoard reads a run's files in the order of their names, which is not that of time within one second.
-    """
+    """Returns every scalar curve of a run, (step, value) by tag, in the order of steps, not of TensorBoard's files."""
     events = _events(folder)
     return {
         tag: sorted(((e.step, e.value) for e in events.Scalars(tag)), key=itemgetter(0))
@@ -80,10 +74,7 @@ def _events(folder: Path) -> Any:
 
 
 def log_folder(trainer: L.Trainer) -> Path:
-    """Returns the run's own folder, in which its checkpoints are, for the first rank.
-
-    ``Trainer.log_dir`` makes all ranks communicate, and with Weights & Biases it is the folder of all runs.
-    """
+    """Returns the run's own folder for the first rank; ``Trainer.log_dir`` makes all ranks communicate."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
@@ -173,10 +164,7 @@ def layout_of(module: Any) -> dict[str, dict[str, list[Any]]]:
 def write_hparams(
     logger: TensorBoardLogger, settings: dict[str, Any], chosen: Collection[str], metrics: dict[str, float], step: int
 ) -> None:
-    """Writes a run's row of the HPARAMS tab, and its metrics as points of their curves.
-
-    TensorBoard sorts settings by name, but puts those first that differ between runs, and selects the first five.
-    """
+    """Writes a run's row of the HPARAMS tab, with the ``chosen`` settings first, and its metrics as points."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 

@@ -131,11 +131,7 @@ class StepProgressBar(TransitionProgressBar):
 
 
 class ProgressLines:
-    """Prints a line every half minute where there is no terminal: in the log of SLURM or ``nohup``.
-
-    It is not a callback, because Lightning calls each callback about ten times per batch. ``Checkpoints`` calls it
-    between two batches.
-    """
+    """Prints a line every half minute where there is no terminal; ``Checkpoints`` calls it between batches."""
 
     def __init__(self, bar: TransitionProgressBar, every_s: float = 30.0) -> None:
         self.bar = bar

@@ -23,11 +23,7 @@ class Stopped(Exception):
 
 
 def end_at_sigterm(trainer: Any) -> None:
-    """Replaces Lightning's SIGTERM handler for several ranks by one that ends the process and the ranks it started.
-
-    Lightning's handler calls a collective on the signalled rank only, so the run hangs. While a run trains and writes
-    checkpoints, :class:`StopRequests` handles the signal instead. SLURM jobs that Lightning requeues are unchanged.
-    """
+    """Ends this process and its ranks at SIGTERM; Lightning's handler would wait for ranks without the signal."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
@@ -41,10 +37,7 @@ def end_at_sigterm(trainer: Any) -> None:
 
 
 class StopRequests:
-    """Remembers SIGINT, SIGTERM and SIGHUP instead of letting them interrupt an optimizer step.
-
-    A second Ctrl-C raises KeyboardInterrupt at once.
-    """
+    """Remembers SIGINT, SIGTERM and SIGHUP until a step is finished; a second Ctrl-C raises at once."""
 
     def __init__(self) -> None:
         #: The signal that was received; 0: none.
@@ -52,9 +45,7 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def install(self, *more: int) -> None:
-        """Handles SIGINT, SIGTERM, ``more``, and SIGHUP unless it is ignored, as under ``nohup``. Does nothing outside
-        the main thread, where Python forbids it.
-        """
+        """Handles SIGINT, SIGTERM, ``more``, and SIGHUP unless ignored, as by ``nohup``; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         self.signum = 0
@@ -105,10 +96,7 @@ def requeue_signals(trainer: Any) -> tuple[int, ...]:
 
 
 def remove_requeue_checkpoints(trainer: Any) -> None:
-    """Deletes the checkpoints that Lightning wrote for the queue; all ranks of a SLURM job call this.
-
-    Lightning would load the newest of them even for the evaluation after training.
-    """
+    """Deletes the checkpoints of SLURM's queue, which Lightning would load even for the evaluation after training."""
     if not requeue_signals(trainer):
         return
     if trainer.is_global_zero:
@@ -122,11 +110,7 @@ AGREEMENT_INTERVAL_S = 0.25
 
 
 class RankAgreement:
-    """Takes the same decision on all ranks, about four times a second.
-
-    The number of optimizer steps between two exchanges follows from rank 0's steps per second, so that all ranks
-    exchange after the same step.
-    """
+    """Takes the same decision on all ranks, after the same step, about four times a second."""
 
     def __init__(self) -> None:
         self._steps, self._every, self._agreed_s = 0, 1, 0.0
@@ -160,13 +144,8 @@ INTERVAL_S = 1.0
 
 
 def end_with_starter() -> None:
-    """Ends this rank soon after the process that started it, for whatever reason that process ended.
-
-    Otherwise a rank whose first process was killed would wait for it, half an hour at the start of a run, and ignore
-    SIGTERM in the meantime. The first process calls this before it starts the others. ``torchrun`` and ``srun`` end the
-    ranks that they started.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Ends this rank soon after the process that started it; called by that process first, before it starts ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks itself; others would wait for half an hour
         return
     if "LOCAL_RANK" not in os.environ:  # the first process, or a rank of srun
         os.environ[STARTED_BY] = str(os.getpid())

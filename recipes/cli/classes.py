@@ -39,11 +39,7 @@ _NUMBERS = {int, float, bool, str, type(None)}
 
 
 def chosen_classes(args: Sequence[str]) -> dict[str, type]:
-    """Imports the classes that the arguments or their config files name, by group; the last one of each group counts.
-
-    The parser finds short names (``--model PPO``) among the imported classes. The others are not imported, so that a
-    control task imports no language model.
-    """
+    """Imports the classes that arguments or configs name, by group, the last of each, so that the parser finds them."""
     return {group: _resolve(group, path) for group, path in _named(args)}
 
 
@@ -98,9 +94,7 @@ def settings_of(cls: Any) -> Mapping[str, Setting]:
 
 
 def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], message: str) -> typing.NoReturn:
-    """Raises the sentence of what a command line gives the run's classes and they refuse; the parser's message where
-    they take everything.
-    """
+    """Raises the sentence for what the run's classes refuse of a command line, or else the parser's message."""
     given = list(_given(args))
     places = [place for place, _ in given]
     for place, value in given:

@@ -173,11 +173,7 @@ def json_or_text(word: str) -> Any:
 
 
 def _in_order(args: list[str], default_config: str | None) -> list[str]:
-    """Replaces every ``--config NAME`` by the path of its file, which is checked, and orders the options.
-
-    Configs come first, because the parser takes the last of two values, and an option overrides every file; then
-    options that name a class, because the parser knows no arguments of a class that comes later.
-    """
+    """Replaces config names by paths, and orders options: configs, classes, others, as the parser must read them."""
     configs_named: list[str] = []
     classes: list[str] = []
     others: list[str] = []

@@ -181,9 +181,7 @@ _TRAINER = {
 
 
 def short_help(command: str, chosen: Mapping[str, type], topic: str = "") -> str:
-    """Returns what people set most of the run's classes, and the names of the rest by group; with a topic, all that is
-    known of a group of arguments, or of those that a word describes.
-    """
+    """Returns what people set most, and the other names by group; with a topic, the arguments of a group or word."""
     parts = [line for group, cls in chosen.items() for line in _section(group, cls, topic)]
     if topic and not parts:
         known = {name: None for cls in chosen.values() for name in _groups(cls)}

@@ -14,11 +14,7 @@ FIRST = "01_dynamic_programming.ipynb"
 
 
 def learn(folder: Path, opens: bool) -> None:
-    """Copies the notebooks into a folder, where yours stay as you left them, and opens it unless ``opens`` is false.
-
-    Raises:
-        UsageError: the notebooks are not installed, or JupyterLab is missing.
-    """
+    """Copies the notebooks into a folder, where yours stay as you left them, and opens it unless ``opens`` is false."""
     if opens and importlib.util.find_spec("jupyterlab") is None:
         raise UsageError("JupyterLab is missing: pip install jupyterlab matplotlib; or only copy them: rl learn "
                          "--copy_only")  # fmt: skip

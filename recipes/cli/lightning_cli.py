@@ -346,9 +346,7 @@ class RLCLI(LightningCLI):
             print(file)
 
     def _require_own_networks(self) -> None:
-        """Raises an error if the checkpoint names a class for its network that the command does not, because it would
-        be run.
-        """
+        """Refuses a checkpoint's class for its network that the command does not name, because it would be run."""
         saved = (self.checkpoint or {}).get("hyper_parameters") or {}
         for name in ControlModule.own_networks:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
@@ -387,9 +385,7 @@ def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseExcept
 
 
 def _gather_init_args(model: Any) -> None:
-    """Moves arguments of a user's network into its ``init_args``: the parser does not know the class, and puts those of
-    ``--model.network.init_args.width 3`` outside.
-    """
+    """Moves a user's network's arguments into its ``init_args``, beside which the parser puts them."""
     settings = model.get("init_args") or {}
     for name in ControlModule.own_networks:
         given = settings.get(name)

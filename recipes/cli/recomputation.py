@@ -68,10 +68,7 @@ def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def checkpoints_of(run: Path) -> list[Saved]:
-    """Returns a run's checkpoints in the order of the run; files of one moment once.
-
-    ``best.ckpt`` is left out: it is written within an evaluation, not between two batches.
-    """
+    """Returns a run's checkpoints in order, those of one moment once, without ``best.ckpt``, of an evaluation."""
     if not (run / "config.yaml").exists():
         raise UsageError(f"{run} has no config.yaml; give the folder of a run, as logs/PPO-CartPole-v1/version_0")
     found: dict[tuple[int, int, int], Saved] = {}

@@ -39,11 +39,7 @@ _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
 
 def set_folder(config: Any) -> None:
-    """Sets the logger's folder to ``<default_root_dir>/logs/<algorithm>-<task>`` unless another is given.
-
-    A logger of null or true, for which Lightning would write to ``lightning_logs``, is replaced by the default logger.
-    ``~`` and ``$NAME`` are expanded, which Lightning does for curves but not for checkpoints.
-    """
+    """Sets the logger's folder to ``<default_root_dir>/logs/<algorithm>-<task>`` unless another is given."""
     if config["trainer"]["logger"] in (None, True):
         config["trainer"]["logger"] = dict_to_namespace(LOGGER)
     given = config["trainer"]["logger"]
@@ -145,11 +141,7 @@ def _require_free_folder(config: Any) -> None:
 
 
 def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
-    """In a SLURM job, names the run's folder after the job, so that the requeued job finds its run and resumes it.
-
-    With ``--resume`` a job of another number, which has no such folder, continues the newest run: of the same command
-    if there is one.
-    """
+    """In a SLURM job, names the run's folder after the job, so that the requeued job resumes it."""
     logger = _logger(config)
     is_tensorboard = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
     if is_tensorboard and SLURMEnvironment.detect() and logger.init_args.get("version") is None:
@@ -224,11 +216,7 @@ def announce(checkpoint: dict[str, Any], path: str, model: Any, datamodule: Any)
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Returns the newest of a logger's folders; None where there is none.
-
-    Of ``version_0``, ``version_1``, … it is the last; folders of SLURM jobs are compared with it by the time of their
-    last checkpoint.
-    """
+    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none."""
     numbered = {int(match.group(1)): path for path in parent.glob("version_*")
                 if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
     runs = [path for path in parent.glob("job_*") if path.is_dir()]
@@ -241,11 +229,7 @@ def changed_at(run: Path) -> float:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Returns a run's checkpoint by its name, one of :data:`NAMES`; None where there is none.
-
-    ``last`` is the newest from which the run can resume: a checkpoint written for a SLURM queue counts, and if the
-    renaming of ``last.ckpt`` was interrupted, ``previous.ckpt`` is used.
-    """
+    """Returns a run's checkpoint by one of :data:`NAMES`, ``last`` being the newest to resume from; None: none."""
     if name != "last":
         path = folder / "checkpoints" / f"{name}.ckpt"
         return path if path.exists() else None

@@ -24,9 +24,7 @@ _UNNAMED = re.compile(r"--(config|resume|threads|record_every|model|data|(traine
 
 
 def seeds_command(words: Sequence[str]) -> None:
-    """Trains on each seed in a process of its own, in the folder ``<changed settings>,seed=<seed>``, and prints the
-    table of ``rl compare``. ``words`` are those of ``rl fit``, with ``--seeds`` among them.
-    """
+    """Trains on each seed in a process and folder of its own, and prints the table of ``rl compare``."""
     comparison.require_packages()
     options = list(options_in(words))
     given = {name: _number(name, value) for name, value, _ in options if name in OWN}

@@ -10,11 +10,7 @@ from rl_modules.common.errors import UsageError
 
 
 def serve(given: Any) -> None:
-    """Serves requests until the process is stopped.
-
-    The run sends the model's description and weights, so the server needs no path. It answers only runs that know its
-    token, which is written to a file that only this user can read.
-    """
+    """Serves runs that know its token until the process is stopped; a run sends its model and weights."""
     if not 0 <= given.port < 65536:
         raise UsageError(f"--port={given.port} must be in 0 to 65535; 0: any free one")
     from rl_modules.language.sampling.engine import NativeEngine

@@ -93,10 +93,7 @@ def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) ->
 
 
 def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
-    """Runs the seeds of a trial that have no result yet, and tells the study the mean.
-
-    A trial with the settings of an earlier complete trial takes its result and its evaluations.
-    """
+    """Runs a trial's seeds without a result, or takes those of an equal trial, and tells the study the mean."""
     from optuna.trial import TrialState
 
     failure: Exception | None = None

@@ -79,11 +79,7 @@ _LIBRARIES = [Path(sysconfig.get_paths()["stdlib"]), *(_ROOT / package for packa
 
 
 def add_working_directory() -> None:
-    """Makes the modules of the working directory importable, after all installed ones.
-
-    A folder of Python files there that has the name of one of this project's packages can't be imported. A line on
-    standard error names it, because an import path of the user may mean that folder.
-    """
+    """Makes the working directory's modules importable, after all installed; names those that can't be."""
     folder = Path(os.getcwd())
     if folder.resolve() == _ROOT:
         if str(folder) not in sys.path:
@@ -100,9 +96,7 @@ def add_working_directory() -> None:
 
 
 def place_in_users_code(error: BaseException | None) -> str | None:
-    """Returns ``file:line: error`` if user code (neither this project's nor a library's) raised an error or called the
-    code that did; None otherwise.
-    """
+    """Returns ``file:line: error`` where the user's code raised an error, or called what did; None otherwise."""
     while error is not None:
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             file = Path(frame.filename)

@@ -64,9 +64,7 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to Python's types: NumPy's and torch's numbers to numbers, arrays to lists, paths to strings, in
-    nested dictionaries, lists and tuples too. A tensor with dimensions stays a tensor.
-    """
+    """Converts to Python's types: numbers and arrays of NumPy and torch, paths; tensors with dimensions stay."""
     if isinstance(value, np.generic | np.ndarray) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         return value.tolist()
     if isinstance(value, dict):

@@ -41,9 +41,7 @@ def require_parts(checkpoint: Any, name: str, parts: Collection[str] = PARTS) ->
 
 
 def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Collection[str] = PARTS) -> dict[str, Any]:
-    """Verifies a checkpoint's checksums and loads it without running code; its tensors stay on the disk until they are
-    used.
-    """
+    """Verifies a checkpoint's checksums and loads it without code; its tensors stay on the disk until used."""
     file = Path(path)
     name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
     if file.is_dir():
@@ -89,9 +87,7 @@ def damage_of(path: Path) -> str | None:
 
 
 def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
-    """Refuses a tensor that has less memory than elements, or another layout than rows: kernels that take tensors by
-    their address would read and write beyond it. ``expand`` makes such tensors.
-    """
+    """Refuses a tensor with less memory than elements, as ``expand`` makes it: kernels would read beyond it."""
     pending: list[tuple[str, Any]] = [("", checkpoint)]
     seen = set()  # a list may contain itself
     while pending:
@@ -112,9 +108,7 @@ def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Gives the loaded moments memory of their own, laid out as their parameters: torch's fused optimizers read both by
-    their addresses.
-    """
+    """Gives loaded moments memory laid out as their parameters, which fused optimizers read by address."""
     for optimizer in (optimizer for optimizer in optimizers if isinstance(optimizer, _ELEMENTWISE)):
         for parameter, state in optimizer.state.items():
             for name in [name for name in (*_MOMENTS, *_NUMBERS) if state.get(name) is not None]:
@@ -130,10 +124,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def widen(module: Any, state_dict: dict[str, Any]) -> None:
-    """Converts tensors to 64 bits if the checkpoint's have 64 bits, because copies into 32 bits would be rounded.
-
-    A Trainer of another precision than 64-true computes in its own, and nothing changes.
-    """
+    """Converts a module without a Trainer of another precision to 64 bits where the checkpoint has these."""
     trainer = module._trainer
     if trainer is not None and trainer.precision != "64-true":
         return
@@ -147,9 +138,7 @@ def widen(module: Any, state_dict: dict[str, Any]) -> None:
 
 
 def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments of a module or datamodule for a checkpoint: those from which its class is constructed
-    again, and the run's settings that differ from them because a user's constructor chose them.
-    """
+    """Returns the arguments that construct an object's class again, and the settings that its constructor chose."""
     if not isinstance(made, Declared):
         return settings, {}
     chosen, before = set_by_constructor(made), received_otherwise(made)
@@ -187,9 +176,7 @@ def received_otherwise(made: Any) -> dict[str, Any]:
 
 
 def set_by_constructor(made: Any) -> set[str]:
-    """Returns the hyperparameters whose values an ordinary constructor chose, as in ``super().__init__(gamma=0.9,
-    **arguments)``: it chooses them again when a checkpoint is loaded, and would refuse them as arguments.
-    """
+    """Returns the hyperparameters that an ordinary constructor chose, and chooses again when it is loaded."""
     cls: Any = type(made)
     if not takes_own_arguments(cls):
         return set()

@@ -37,9 +37,7 @@ def what_happened(error: BaseException) -> str:
 
 
 def _is_near(one: str, other: str) -> bool:
-    """Whether a name may be another one misspelled, or one with a word more or less: ``packing_strategy`` may be
-    ``packing``, and is not ``learning_rate``, with which it shares letters alone.
-    """
+    """Whether a name may be another one misspelled, or one with a word more or less, as ``packing_strategy``."""
     if len(one) > 2 and other.startswith(one):
         return True
     if difflib.SequenceMatcher(None, one, other).ratio() >= 0.75:

@@ -78,10 +78,7 @@ def join_mask(observation: Any, mask: Any) -> dict[str, Any]:
 
 
 def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
-    """Replaces the logits of forbidden options by :data:`FORBIDDEN`.
-
-    A final observation, in which no action is taken, may allow nothing; then all options count as allowed.
-    """
+    """Replaces the logits of forbidden options by :data:`FORBIDDEN`; where nothing is allowed, all options count."""
     allowed = mask.bool()
     allowed = allowed | ~allowed.any(-1, keepdim=True)
     return torch.where(allowed, logits, FORBIDDEN)

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Sets modules to evaluation mode within the context, and restores each module's mode afterwards.
-
-    ``Module.eval`` and ``Module.train`` go through torch's bookkeeping of attributes for every part, which takes longer
-    than a small network's action.
-    """
+    """Sets modules to evaluation mode within the context, faster than ``Module.eval``, and restores each mode."""
     parts = [part for part in modules if part.training]
     for part in parts:
         part.__dict__["training"] = False

@@ -179,10 +179,7 @@ def observation_arrays(space: spaces.Space, observation: Any, double: bool = Fal
 
 
 def example_arrays(space: spaces.Space, double: bool = False) -> Any:
-    """Zeros in the shapes and dtypes of what :func:`observation_arrays` makes of one observation, with its ``double``.
-
-    Nothing is sampled: Gymnasium can't draw from a Box whose bounds lie further apart than the largest float64.
-    """
+    """Zeros as :func:`observation_arrays` makes them of an observation; Gymnasium can't sample every Box."""
     if isinstance(space, spaces.Dict):
         return {name: example_arrays(part, double) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -208,9 +205,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | None) -> np.ndarray:
-    """Returns observations in units of their standard deviation, from mean, standard deviation and bound, as float32;
-    without these unchanged, float64 as float32.
-    """
+    """Returns observations in units of their deviation, float32; without a statistic unchanged, float64 as float32."""
     if statistic is None:
         return x.astype(np.float32) if x.dtype == np.float64 else x
     mean, std, clip = statistic
@@ -218,9 +213,7 @@ def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | N
 
 
 def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """Actions as a Gymnasium environment takes them, in its dtype. Box: clipped to its bounds, and rounded where it
-    holds integers. Discrete: shifted by its start.
-    """
+    """Actions as an environment takes them: a Box's clipped, and rounded if whole, others shifted by the start."""
     if isinstance(space, spaces.Box):
         clipped = np.clip(action, space.low, space.high)
         if space.dtype.kind in "iu":

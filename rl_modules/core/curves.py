@@ -16,10 +16,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Means:
-    """Weighted means of named scalars since the last point of the curves, and their sums, maxima and minima.
-
-    ``add`` never waits for the device. Different calls may bring different names.
-    """
+    """Means of named scalars since the last point of the curves, sums, maxima and minima; ``add`` never waits."""
 
     def __init__(self) -> None:
         # The scalars of one call are stored together, one stack per call instead of one sum per name. Weighted ones are
@@ -63,9 +60,7 @@ class Means:
         self._reduced[name] = (how, value if known is None else REDUCTIONS[how](known[1], value))
 
     def means(self, trainer: Any = None) -> dict[str, float]:
-        """Returns each name's mean, or its sum, largest or smallest value: over all ranks of a Trainer, which call this
-        together.
-        """
+        """Returns each name's mean, sum, largest or smallest value, over all ranks, which call this together."""
         sums, reduced = dict(self._numbers), self._reduced
         found = [torch.stack(rows).sum(0) for rows in self._rows.values()]
         totals = iter(torch.cat(found).tolist() if found else [])
@@ -129,9 +124,7 @@ def _over_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, 
 
 
 def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
-    """Writes one point of each curve to each logger, at a place on the x-axis; the learning curve's also before the
-    others.
-    """
+    """Writes one point of each curve to each logger, the learning curve's also before the others."""
     if not trainer.loggers:
         return
     from rl_modules.loggers import adapters  # only those who write need them
@@ -144,17 +137,13 @@ def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
 
 
 def write_evaluation(module: Any, metrics: Mapping[str, Tensor | float], **options: Any) -> None:
-    """Makes an evaluation's means known to callbacks. A ``fit`` draws them; otherwise Lightning prints and returns
-    them. The options are those of Lightning's ``log_dict``.
-    """
+    """Draws an evaluation's means in a ``fit``; otherwise Lightning prints them; options of ``log_dict``."""
     module.log_dict(metrics, logger=not module.is_fitting, **options)
     if module.is_fitting:
         write_point(module.trainer, {name: float(value) for name, value in metrics.items()}, module.place)
 
 
 def hand_to_callbacks(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Makes metrics of training known to callbacks that monitor them, such as ``EarlyStopping``. ``log_dict`` would
-    take 0.3 ms per name.
-    """
+    """Makes metrics of training known to callbacks; Lightning's ``log_dict`` would take 0.3 ms per name."""
     values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
     trainer.callback_metrics.update(zip(metrics, values, strict=True))

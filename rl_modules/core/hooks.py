@@ -96,16 +96,12 @@ def copy_for_averages(module: Any) -> None:
 
 
 def is_cut_off(trainer: Any) -> bool:
-    """Whether the last epoch lacks batches: ``max_steps``, ``max_time`` or a callback has stopped the run within it, or
-    its source has ended.
-    """
+    """Whether the last epoch lacks batches: a limit or a callback has stopped the run, or its source has ended."""
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def draw_over(trainer: Any, position: int) -> None:
-    """Sets the place on the x-axis of what Lightning and its callbacks log by themselves: Lightning's is the number of
-    batches with a step.
-    """
+    """Sets the x-axis of what Lightning and its callbacks log by themselves: theirs counts batches with a step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = position
 
 

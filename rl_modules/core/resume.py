@@ -16,18 +16,14 @@ from rl_modules.common.errors import UsageError
 
 
 def count_step(trainer: Any) -> None:
-    """Counts a training step for ``max_steps`` and checkpoints. Under manual optimization Lightning counts the steps of
-    its own optimizers only.
-    """
+    """Counts a step for ``max_steps`` and checkpoints; Lightning's manual optimization counts its own optimizers'."""
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     progress.increment_ready()
     progress.increment_completed()
 
 
 def step_schedulers_of_updates(module: Any) -> None:
-    """Steps the learning-rate schedulers with ``interval: step`` after an update, as Lightning does under automatic
-    optimization: those whose ``frequency`` divides the number of updates in this epoch.
-    """
+    """Steps the due schedulers with ``interval: step`` after an update, as automatic optimization does."""
     for config in module.trainer.lr_scheduler_configs:
         updates = module.trainer.fit_loop.epoch_loop.batch_idx + 1
         is_due = config.interval == "step" and updates % config.frequency == 0
@@ -63,9 +59,7 @@ def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
 
 
 def accumulated_gradients(module: Any) -> dict[str, Tensor]:
-    """Returns this rank's gradients of an unfinished optimizer step by parameter; empty between two steps. Lightning's
-    checkpoints lack them.
-    """
+    """Returns the gradients of an unfinished optimizer step by parameter, which Lightning's checkpoints lack."""
     trainer = module.trainer
     if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
         return {}
@@ -73,9 +67,7 @@ def accumulated_gradients(module: Any) -> dict[str, Tensor]:
 
 
 def epoch_to_reopen(trainer: Any) -> int | None:
-    """Returns the number, from 1, of the epoch that a stop has cut off and that Lightning counts as done. Returns None
-    while Lightning does not count it: before an epoch's end and after the first batch of the next.
-    """
+    """Returns the number, from 1, of the epoch that a stop cut off and Lightning counts as done; None: none is."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     # A run that resumed at an epoch's end counts fewer epochs as started.
     return int(epochs.processed) if batches.completed and epochs.processed >= epochs.started else None
@@ -106,9 +98,7 @@ def resume_training(module: Any) -> None:
 
 
 def finish_batch(trainer: Any) -> None:
-    """Completes the batch at whose end the checkpoint was written, as by ``ModelCheckpoint(every_n_train_steps=…)``:
-    runs a due evaluation, and ends the epoch if the batch was its last. Lightning counts both as done.
-    """
+    """Runs what is due after the batch at whose end the checkpoint was written: an evaluation, the epoch's end."""
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # Otherwise schedulers that wait for a metric would miss the end of the first epoch.
     epochs._restarting = False

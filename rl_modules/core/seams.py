@@ -137,9 +137,7 @@ def require_rows(prepared: Any, rows: tuple[int, ...], layout: str) -> None:
 
 
 def name_missing_field(error: BaseException, fields: Mapping[str, list[str]]) -> None:
-    """Makes a KeyError from ``prepare`` or ``training_step`` list the fields that were there; ``fields`` has them by
-    the name of the method.
-    """
+    """Makes a KeyError from ``prepare`` or ``training_step`` list the ``fields`` that were there."""
     called = {place.name for place in traceback.extract_tb(error.__traceback__)} if isinstance(error, KeyError) else ()
     for step, given in fields.items():
         if step in called and isinstance(error.args[0], str) and error.args[0] not in given:

@@ -92,11 +92,7 @@ class Setting:
         return (typing.get_origin(kinds[0]) or kinds[0]) if len(kinds) == 1 else None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Returns a value as it becomes a hyperparameter: NumPy's numbers as Python's, whole numbers as int.
-
-        Raises:
-            UsageError: names the argument, the value, and what would be right.
-        """
+        """Returns a value as it becomes a hyperparameter, or raises the sentence that says what would be right."""
         value = plain(value) if self.stored and self.stores is None else value
         if isinstance(value, nn.Module) and self.check is None:
             raise UsageError(f"{name} is a {type(value).__name__}; it takes numbers, texts, lists or dictionaries")
@@ -164,12 +160,7 @@ class _Fixed:
 
 
 def fixed(value: Any = ..., instead: str = "") -> Any:
-    """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given.
-
-    Args:
-        value: of the attribute.
-        instead: what a caller who gives the argument may do, such as ``GRPO takes it``.
-    """
+    """Removes an inherited argument; the attribute has the value. ``instead``: what a caller who gives it may do."""
     return _Fixed(value, instead)
 
 
@@ -275,18 +266,14 @@ class Declared:
         hparams._hparams_name = "kwargs"
 
     def idle_arguments(self) -> dict[str, str]:
-        """Returns the arguments that have no effect with the other arguments and these spaces. The values give the
-        reason and the remedy. A warning names the arguments that were given.
-        """
+        """Returns the arguments without effect beside the others and these spaces, with reason and remedy."""
         declared = self.declared_settings.items()
         reasons = {name: setting.idle(self) for name, setting in declared if setting.idle is not None}
         return {name: str(why) for name, why in reasons.items() if why}
 
 
 def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
-    """Warns of arguments that were given and have no effect in this run: a config or a sweep may contain both an
-    argument and the one that turns it off.
-    """
+    """Warns of given arguments that have no effect in this run."""
     declared = type(module).declared_settings
     for name in sorted(declared.keys() & reasons.keys() & module.hparams.keys()):
         value = module.hparams[name]

@@ -48,12 +48,7 @@ class State:
 
 
 def persistent(initial: Any = None, argument: str | None = None) -> Any:
-    """Declares an attribute of a run that checkpoints hold.
-
-    Args:
-        initial: its value when a run begins, or a function from the object to it.
-        argument: the hyperparameter that the initial value is; a run that resumes with another one begins with that.
-    """
+    """Declares state that checkpoints hold; a run with another ``argument`` begins with its ``initial`` value."""
     return State(initial, True, argument)
 
 
@@ -166,10 +161,7 @@ def like(saved: Any, here: Any, name: str) -> Any:
 
 
 class GlobalGenerators:
-    """The states of Python's, NumPy's and torch's global generators, for the checkpoints of a run that draws from them.
-
-    A run that does not draw stores no states, so its checkpoint does not depend on earlier code of the process.
-    """
+    """States of Python's, NumPy's and torch's global generators, stored by a run that draws from them."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None

@@ -42,14 +42,10 @@ class Distribution(Protocol):
         """Returns the distribution of some batch elements, chosen by a mask of shape S."""
 
     def masked(self, mask: Tensor) -> "Distribution":
-        """Returns the distribution conditioned on the actions that the mask allows; layout as in
-        :func:`rl_modules.common.masks.mask_size`, [*S, size].
-        """
+        """Returns the distribution given that the mask, [*S, size], allows the action."""
 
     def parameters(self) -> Tensor:
-        """Returns the parameters from which :func:`distribution_from` makes it again, shape [*S, P], without
-        gradient.
-        """
+        """Returns what :func:`distribution_from` makes it of again, [*S, P], without gradient."""
 
 
 def as_distribution(policy: Any) -> Distribution:
@@ -85,9 +81,7 @@ def matrix_shape(space: spaces.Space) -> tuple[int, ...] | None:
 def make_distribution(
     space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None, latent: Tensor | None = None
 ) -> Distribution:
-    """Returns the distribution over ``space`` with a policy's outputs as its parameters; with state-dependent noise
-    ``log_std`` is a matrix, and ``latent`` has the features that it multiplies.
-    """
+    """Returns the distribution with a policy's outputs as parameters; ``latent``: features of state-dependent noise."""
     if isinstance(space, spaces.Box):
         if log_std is None:
             raise UsageError(f"the action space {space} needs log_std, the log standard deviation")

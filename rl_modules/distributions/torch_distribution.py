@@ -97,9 +97,7 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def in_full_precision(distribution: torch.distributions.Distribution) -> torch.distributions.Distribution:
-    """Converts 16-bit parameters of a distribution, which mixed precision returns, to float32, because actions and
-    log-probabilities have the parameters' dtype.
-    """
+    """Converts a distribution's 16-bit parameters to float32, the dtype of actions and log-probabilities."""
     changed: dict[str, Any] = {}
     for name, value in vars(distribution).items():
         if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):

@@ -16,12 +16,7 @@ from rl_modules.fast import is_fast, is_recording
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a ``step`` that opens torch's profiler scope only if a profiler runs, and runs hooks only if there are
-    any.
-
-    Torch wraps the ``step`` of every optimizer's class by its ``profile_hook_step``. The scope alone takes a quarter of
-    a small network's step.
-    """
+    """Returns a ``step`` that opens torch's profiler scope only while a profiler runs, or there are hooks."""
     wrapped = torch.optim.Optimizer.profile_hook_step(func)
 
     @functools.wraps(func)
@@ -80,9 +75,7 @@ class FusedAdam(torch.optim.Adam):
 
 @torch.no_grad()
 def fast_clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-    """``torch.nn.utils.clip_grad_norm_`` for dense gradients of one dtype on one device, without the sorting by device
-    and dtype, which for a small network takes longer than the arithmetic.
-    """
+    """``torch.nn.utils.clip_grad_norm_`` without sorting by device and dtype, which takes longer than the norm."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return None
@@ -110,9 +103,7 @@ def adam(parameters: Iterable, lr: float, eps: float, fused: bool = True) -> tor
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-    """Scales gradients in place so that their global norm is at most ``max_norm``; returns the norm before, or None
-    where nothing has a gradient.
-    """
+    """Scales gradients in place to a global norm of at most ``max_norm``; returns the norm before, None without any."""
     if is_fast():
         return fast_clip_grad_norm(parameters, max_norm)
     with_gradients = [p for p in parameters if p.grad is not None]

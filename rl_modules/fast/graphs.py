@@ -110,11 +110,7 @@ def _crosses(args: Any, kwargs: Any) -> bool:
 
 
 class Recordings:
-    """The recordings of one function, by what its Python branches depend on.
-
-    The first call with a key runs the function and checks it. The second records it, and later ones replay. The
-    function draws from ``generators``, and ``optimizers`` step in it.
-    """
+    """Recordings of a function by key: the first call checks it, the second records it, later ones replay."""
 
     def __init__(
         self,

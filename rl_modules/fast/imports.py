@@ -22,10 +22,7 @@ Early = Mapping[str, Callable[[], Any]]
 
 
 class DeferredModule(ModuleType):
-    """A module whose code runs at the first access to a name that is not in ``early``.
-
-    ``importlib.util.LazyLoader`` would run it at the access to any name.
-    """
+    """A module whose code runs at the first access to a name that is not in ``early``."""
 
     early: Early
 

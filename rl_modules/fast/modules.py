@@ -19,11 +19,7 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def call(layer: nn.Module, x: Any) -> Any:
-    """Returns ``layer(x)``, without ``Module.__call__`` if there are no hooks: that call takes as long as a small
-    layer.
-
-    The condition is that of ``Module._call_impl``.
-    """
+    """Returns ``layer(x)``, without ``Module.__call__`` if there are no hooks, as ``Module._call_impl`` decides."""
     if (
         not _IS_FAST
         or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
@@ -38,9 +34,7 @@ def call(layer: nn.Module, x: Any) -> Any:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Returns whether ``layer(x)`` does more than its class's ``forward``, because of hooks or an instance's
-    ``forward``.
-    """
+    """Returns whether ``layer(x)`` does more than its class's ``forward``."""
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
         or "forward" in layer.__dict__ or any(_GLOBAL_HOOKS)

@@ -23,11 +23,7 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends
 
 
 def takes(x: Tensor) -> bool:
-    """Returns whether :func:`relu_mlp` takes the input.
-
-    It takes float32 on a CPU with oneDNN, outside autocast, compilation, tracing and :mod:`torch.func`'s
-    transforms.
-    """
+    """Returns whether :func:`relu_mlp` takes the input: plain float32 on a CPU with oneDNN."""
     # Compilation comes first: a comparison of the batch size would fix it in an exported program. A traced one can't be
     # saved with oneDNN's product in it.
     return (
@@ -107,9 +103,7 @@ class _ReluMLP(torch.autograd.Function):
 def _differentiable_backward(
     inputs: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients by torch's own layers, so that they can be differentiated again, as for a gradient
-    penalty.
-    """
+    """Computes the gradients by torch's own layers, so that they can be differentiated again."""
     x, weights, biases = inputs[0], inputs[1::2], inputs[2::2]
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         x = (x.relu() if i else x) @ (weight if weight.dim() == 3 else weight.t()) + bias

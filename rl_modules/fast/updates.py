@@ -69,9 +69,7 @@ class MeansInPlace(Means):
 
 
 def prepare_optimizers(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
-    """Lets optimizers step in a recording: learning rates and counts of steps become tensors on the device, where the
-    optimizer knows ``capturable``. Their saved states stay those of ordinary optimizers.
-    """
+    """Lets optimizers step in a recording: rates and counts become tensors, in saved states they are numbers."""
     dtype = torch.float32 if device.type == "cuda" else torch.float64  # as the kernels read it
     for optimizer in optimizers if device.type in RECORDERS else ():
         for group in optimizer.param_groups:
@@ -92,9 +90,7 @@ def _as_usual(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def rates_in_place(optimizers: list[torch.optim.Optimizer], kept: dict[int, Tensor]) -> tuple[float, ...]:
-    """Writes learning rates that a schedule has set into the tensors that recordings read, ``kept`` by group. Returns
-    those that are numbers, which a recording holds.
-    """
+    """Writes scheduled learning rates into the tensors that recordings read; returns those that are numbers."""
     numbers = []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for i, group in enumerate(groups):

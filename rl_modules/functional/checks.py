@@ -67,9 +67,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """Returns ``x`` in float32, or unchanged if it is float32 or float64, because sums over bfloat16 lose small
-    terms.
-    """
+    """Returns ``x`` in float32, or float64 as it is, because sums over bfloat16 lose small terms."""
     return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
 
 

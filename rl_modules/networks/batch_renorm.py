@@ -78,9 +78,7 @@ class BatchRenorm(nn.Module):
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Makes the :class:`BatchRenorm` layers of ``module`` normalise by the batch and update their running
-    statistics.
-    """
+    """Makes a module's :class:`BatchRenorm` layers normalise by the batch and update their statistics."""
     layers = [part for part in module.modules() if isinstance(part, BatchRenorm)]
     for layer in layers:
         layer.uses_batch = True

@@ -220,9 +220,7 @@ class StateDependentPolicy(SquashedGaussianPolicy):
     def explore(
         self, observation: Any, matrices: NoiseMatrices, generator: torch.Generator | None = None
     ) -> Tensor | None:
-        """Returns actions in (-1, 1), [N, A], with a rollout's noise; None if this is not a step of its
-        environments.
-        """
+        """Returns actions in (-1, 1), [N, A], with a rollout's noise; None if this is no step of one."""
         mean, features = self._mean_and_features(observation)
         noise = matrices.next(len(mean), self.log_std.exp(), generator)
         return None if noise is None else (mean + torch.bmm(features[:, None], noise)[:, 0]).tanh()

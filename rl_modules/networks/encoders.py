@@ -97,9 +97,7 @@ class CombinedEncoder(nn.Module):
 
 
 def init_orthogonal(encoder: nn.Module) -> None:
-    """Initialises an encoder of this project with orthogonal weights. A user's encoder, which may be pretrained, keeps
-    its weights.
-    """
+    """Sets orthogonal weights in this project's encoders; a user's, which may be pretrained, stay."""
     if not getattr(encoder, "is_users", False):
         orthogonal(encoder)
 

@@ -123,9 +123,7 @@ def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """Converts to at least float32, because bfloat16's three digits are too few for values and ratios of
-    probabilities.
-    """
+    """Converts to at least float32: bfloat16's three digits are too few for values and ratios."""
     return x if x.dtype is torch.float64 else x.float()
 
 

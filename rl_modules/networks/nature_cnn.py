@@ -79,10 +79,7 @@ class NatureCNN(nn.Module):
 
 
 class _InOrder(torch.autograd.Function):
-    """The weight of a convolution, whose gradient comes in the weight's own order of memory.
-
-    Fused optimizers read a gradient in the order of its parameter.
-    """
+    """A convolution's weight whose gradient has its own order of memory, as fused optimizers read it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

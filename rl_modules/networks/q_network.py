@@ -88,11 +88,7 @@ def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
 
 
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
-    """Computes the output of hidden layers and a head, in float32 at least: [B, in] → [B, out].
-
-    Linear and ReLU layers in turn, as built and without hooks, go through :mod:`rl_modules.fast.relu_mlp` where that
-    is faster.
-    """
+    """Hidden layers and head, [B, in] → [B, out], by :mod:`rl_modules.fast.relu_mlp` where that pays."""
     x = features.to(head.weight.dtype)
     if takes(x) and type(trunk) is nn.Sequential:
         parts: list[Any] = [*trunk, head]

@@ -100,9 +100,7 @@ class RecurrentActorCritic(nn.Module):
         return make_distribution(self.action_space, parameters, self.log_std, latent), value, after
 
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Returns the outputs of the policy's and the critic's recurrent networks, [L, B, H] each, and the state after
-        the last step.
-        """
+        """Returns the outputs of both recurrent networks, [L, B, H] each, and the last state."""
         cuts = [0, len(features)]
         if starts is not None:
             # The fused kernel runs all sequences at once up to the next step at which any episode begins.
