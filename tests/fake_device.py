@@ -5,6 +5,7 @@ fails, a collective of a CPU tensor fails (as under NCCL), and what makes the ho
 """
 
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 #: Torch knows it without a driver. Its own tensors have no numbers; these here do.
 DEVICE = torch.device("meta")
+optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
 _OURS = re.compile(r"(?<!/tests)/(rl_modules|datamodules)/")
 #: Operations whose result decides a shape or a number on the host.
 _WAITING = {
@@ -218,11 +220,14 @@ def fake_device() -> Iterator[FakeDevice]:
     autocast, is_autocast_enabled = torch.autocast, torch.is_autocast_enabled
     torch.autocast = _Autocast  # type: ignore[misc]
     torch.is_autocast_enabled = lambda device="cpu": is_autocast_enabled("cpu" if _is_fake(device) else device)
+    fused = optimizer._get_fused_kernels_supported_devices
+    optimizer._get_fused_kernels_supported_devices = lambda: [*fused(), DEVICE.type]  # the CPU's kernels run
     try:
         with mode, _ByWayOfTheHost():
             yield mode
     finally:
         torch.autocast, torch.is_autocast_enabled = autocast, is_autocast_enabled  # type: ignore[misc]
+        optimizer._get_fused_kernels_supported_devices = fused
         for name, inner in before.items():
             setattr(torch.distributed, name, inner)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import on
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion of a batch.
 Extent = tuple[int, int, int]
@@ -31,15 +32,16 @@ def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
 
 def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
     """Prompts and completions as right-padded ``tokens`` [B, T], with ``prompt_length`` [B] and ``length`` [B]."""
-    device = written.tokens.device
-    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
-    width = int((prompt_length + written.length).max())
+    device, longest, length = written.tokens.device, max(len(p) for p in prompts), written.length.cpu()
+    before = torch.tensor([len(p) for p in prompts]).repeat_interleave(num_generations)
+    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts]).repeat_interleave(num_generations, 0)
+    width = int((before + length).max())
+    row, column = (torch.arange(int(length.max())) < length.unsqueeze(1)).nonzero(as_tuple=True)
+    sent = (before, padded, row, column, before[row] + column)
+    prompt_length, padded, row, column, place = (x.to(device, non_blocking=True) for x in sent)
     tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
-    longest = max(len(p) for p in prompts)
-    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
-    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
-    row, column = written.mask.nonzero(as_tuple=True)
-    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
+    tokens[:, :longest] = padded[:, :width]
+    tokens[row, place] = written.tokens[row, column]
     return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}
 
 
@@ -82,7 +84,7 @@ def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: i
         if isinstance(value, list):
             chosen[name] = [value[i] for i in numbers]
         else:
-            chosen[name] = value[torch.tensor(numbers, dtype=torch.int64, device=value.device)]
+            chosen[name] = value[on(value.device, numbers)]
     extent = RowLengths.of(chosen).extent(range(len(rows)))
     return _cut(chosen, extent, before=rollout["log_prob"].shape[1])
 

@@ -1,7 +1,7 @@
-"""Training and evaluation mode of modules."""
+"""Training and evaluation mode of modules, and whether compiled ones run as such."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,3 +37,9 @@ def in_double(x: Any) -> Any:
 def on(device: torch.device, numbers: list[int]) -> Tensor:
     """Integers on a device, without waiting for it."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Runs compiled layers as they are: each new form of a batch would be compiled anew."""
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

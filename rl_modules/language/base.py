@@ -131,6 +131,9 @@ class LanguageModule(LanguageMetrics):
     gradient_checkpointing: bool | str = setting(
         False, "recompute activations in the backward pass instead of keeping them: true: all of a layer; "
         "``selective``: all except matrix products and attention, which are expensive")  # fmt: skip
+    torch_compile: bool = setting(
+        False, "compile each layer with ``torch.compile`` where training begins: one compilation for all layers and "
+        "lengths, some tens of seconds; sampling does not use it")  # fmt: skip
     learning_rate: float = setting(1e-3, "peak step size", least=0)
     lr_scheduler_type: str = setting(
         "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
@@ -448,6 +451,10 @@ class LanguageModule(LanguageMetrics):
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 
     def _on_train_start(self) -> None:
+        if self.hparams["torch_compile"]:
+            from rl_modules.language.compiled import compile_layers
+
+            compile_layers(self)
         self.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
         if self.latest_metrics:
@@ -473,8 +480,9 @@ class LanguageModule(LanguageMetrics):
             {"params": [p for p in named if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
             {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
-        # Lightning refuses the Trainer's clipping under mixed precision when the optimizer is fused.
-        clips_itself = self.trainer.gradient_clip_val is None and self.trainer.strategy.root_device.type == "cuda"
+        # Lightning refuses to clip values under mixed precision when the optimizer is fused.
+        by_value = self.trainer.gradient_clip_val is not None and self.trainer.gradient_clip_algorithm == "value"
+        clips_itself = not by_value and self.trainer.strategy.root_device.type == "cuda"
         fused = self.trainer.precision in ("32-true", "64-true", "bf16-true", *["bf16-mixed"] * clips_itself)
         return torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=self.learning_rate, eps=self.adam_eps, fused=fused

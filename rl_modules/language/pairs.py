@@ -20,23 +20,24 @@ def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     tokens, lengths = batch["tokens"], batch["lengths"]
     b, packed = len(lengths), "segment" in batch
     length = torch.cat([lengths[:, 1], lengths[:, 2]])
-    width = int(length.max())
-    columns = torch.arange(width, device=tokens.device)
+    on_host = length.cpu()  # the only wait for the device: shapes are computed from it
+    width = int(on_host.max())
     start = batch["last"] - length + 1
-    counts = columns < length.unsqueeze(1)
-    # Clamped where no token counts, because nothing is read there.
-    place = (start.unsqueeze(1) + columns).clamp(max=tokens.numel() - 1)
-    target = tokens.flatten()[place]
+    columns = torch.arange(width)
+    own = counts = columns < on_host.unsqueeze(1)
     # In a packed row the end of the prompt predicts the first token of both answers: its logits are computed once.
-    own = counts.clone()
     if packed:
+        own = counts.clone()
         own[b:, 0] = False
-    logits = logits_at(model, place[own] - 1, input_ids=tokens, **packed_inputs(model, batch))
-    values = F.token_log_probs(logits, target[own].unsqueeze(0)).squeeze(0)
     where = own.flatten().nonzero().squeeze(1)
+    where, columns, counts = (x.to(tokens.device, non_blocking=True) for x in (where, columns, counts))
+    place, text = start.unsqueeze(1) + columns, tokens.flatten()
+    at = place.flatten()[where]
+    logits = logits_at(model, at - 1, input_ids=tokens, **packed_inputs(model, batch))
+    values = F.token_log_probs(logits, text[at].unsqueeze(0)).squeeze(0)
     if packed:
         ends_of_prompts = length[:b].cumsum(0) - length[:b]
-        firsts = F.token_log_probs(logits.index_select(1, ends_of_prompts), target[b:, 0].unsqueeze(0)).squeeze(0)
+        firsts = F.token_log_probs(logits.index_select(1, ends_of_prompts), text[start[b:]].unsqueeze(0)).squeeze(0)
         values = torch.cat([values, firsts])
         where = torch.cat([where, torch.arange(b, 2 * b, device=tokens.device) * width])
     return values.new_zeros(counts.numel()).index_copy(0, where, values).view(counts.shape), counts

@@ -104,14 +104,14 @@ class PreferencePolicy(PolicyWithReference):
             return zero, zero
         if "index" not in batch:
             return self._compute_reference(batch)
-        table = self._table(data, int(batch["index"].max()) + 1)
-        index = batch["index"].to(table.device)
+        index = batch["index"].cpu()
+        table = self._table(data, int(index.max()) + 1)
         # Under sharding all ranks or none must run the reference.
         if self.most_over_ranks(int(table[index].isnan().any())):
             # Known values stay, so that a pair is compared with the same value throughout a run.
             computed = torch.stack(self._compute_reference(batch), 1).to(table)
             table[index] = torch.where(table[index].isnan(), computed, table[index])
-        chosen, rejected = table[index].to(batch["tokens"].device).unbind(1)
+        chosen, rejected = table[index].to(batch["tokens"].device, non_blocking=True).unbind(1)
         return chosen, rejected
 
     def sums(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:

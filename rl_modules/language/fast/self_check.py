@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode
+from rl_modules.common.modules import evaluation_mode, uncompiled
 from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.models import is_sharded
 
@@ -155,6 +155,7 @@ def _plainly(model: Any, training: bool = False) -> Iterator[None]:
     dtype = _autocast_dtype(model)
     with (
         torch.no_grad(),
+        uncompiled(model),
         nullcontext() if training else evaluation_mode(model.modules()),
         torch.random.fork_rng(devices=devices),
         torch.autocast(weight.device.type, dtype=dtype, enabled=dtype is not None),

@@ -30,12 +30,13 @@ def can_share(model: Any, width: int) -> bool:
     """Whether completions need only the prompt's keys and values, also for gradients, in ``width`` columns."""
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     window = shortest_window(model.config)
+    # A compiled layer would be compiled for each layer's place in the cache.
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     # Sharded ranks must call the model equally often, whatever rows each has. Other attention kernels treat masks
     # differently.
     return (
         is_fast()
-        and not checkpointing
-        and not is_sharded(model)
+        and not (checkpointing or compiled or is_sharded(model))
         and model.config._attn_implementation in ("sdpa", "eager")
         and (window is None or window >= max(width, _SMALLEST))
         and RowCache.for_model(text_config(model.config), longest=width) is not None
@@ -64,10 +65,13 @@ def shared_log_probs(
     model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, group: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor | None] | None:
     """:func:`grouped_log_probs` if that saves enough work; None: it does not, or the model can't."""
-    if group is None or not is_fast() or repeated_share(prompt_length, length, group) < WORTHWHILE:
+    if group is None or not is_fast():
         return None
-    width = int(prompt_length.max() + length.max())  # of the layout: the longest prompt, then the longest completion
-    return grouped_log_probs(model, tokens, prompt_length, length, group, *options) if can_share(model, width) else None
+    on_host = torch.stack([prompt_length, length, group]).cpu()
+    if repeated_share(*on_host) < WORTHWHILE:
+        return None
+    width = int(on_host[0].max() + on_host[1].max())  # of the layout: the longest prompt, then the longest completion
+    return _grouped(model, tokens, prompt_length, length, on_host, *options) if can_share(model, width) else None
 
 
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:
@@ -87,11 +91,22 @@ def grouped_log_probs(
     filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``completion_log_probs`` of rows of which those with equal numbers in ``group`` [b] have the same prompt."""
-    source, first = _first_rows(group)
-    rows, width = torch.arange(len(length), device=length.device), int(length.max())
-    prompt_width = int(prompt_length.max())
+    on_host = torch.stack([prompt_length, length, group]).cpu()
+    return _grouped(model, tokens, prompt_length, length, on_host, temperature, entropy, filtered)
+
+
+def _grouped(
+    model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, on_host: Tensor, temperature: float,
+    entropy: bool, filtered: Filter | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same; prompt lengths, lengths and groups are also on the host, [3, b], so that no shape is waited for."""
+    prompts, lengths, group = on_host
+    width, prompt_width, device = int(lengths.max()), int(prompts.max()), tokens.device
+    first, source = _first_rows(group)[::-1]
+    last = torch.arange(len(first)) * prompt_width + prompts[first] - 1
+    first, source, last = (x.to(device, non_blocking=True) for x in (first, source, last))
+    rows = torch.arange(len(length), device=device)
     cache: Any = DynamicCache(config=text_config(model.config))
-    last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
     beginning = tokens[rows, prompt_length]
 
     def process(row: Tensor, column: Tensor) -> Process | None:
@@ -110,8 +125,9 @@ def grouped_log_probs(
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys.index_select(0, source), layer.values.index_select(0, source)
         seen = torch.arange(prompt_width, device=length.device) < prompt_length.unsqueeze(1)
-        mask = None if bool(seen.all()) else torch.cat([seen, seen.new_ones(place.shape)], 1)
-        row, column = (columns < length.unsqueeze(1) - 1).nonzero(as_tuple=True)
+        mask = None if bool((prompts == prompt_width).all()) else torch.cat([seen, seen.new_ones(place.shape)], 1)
+        counted = (torch.arange(width - 1) < lengths.unsqueeze(1) - 1).nonzero().to(device, non_blocking=True)
+        row, column = counted.unbind(1)
         if len(row):
             found.append(log_probs_at(
                 model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.modules import evaluation_mode
+from rl_modules.common.modules import evaluation_mode, on, uncompiled
 from rl_modules.language.architecture import max_length, text_config, transformers_model
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
@@ -113,9 +113,9 @@ def sample(
         else:
             asked, each = [prompts[row // num_generations] for row in range(first, last)], 1
         batch = Prompts.of(asked, each, pad_token_id, device)
-        limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
-        draws = uniforms(seeds[first:last], int(limit.max())).to(limit.device)
-        ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
+        limits = [min(positions - batch.lengths[source], max_completion_length) for source in batch.sources]
+        draws = uniforms(seeds[first:last], max(limits)).to(device, non_blocking=True)
+        limit, ends = on(device, limits), on(device, stops)
         record = Record(limit, ends, pad_token_id, on_ended, return_sampling_mask and rule.truncates, first)
         cache = cache_of(min(at_once or last - first, last - first))
         if cache is None:
@@ -264,9 +264,8 @@ def plain_layers(model: Any) -> Iterator[None]:
     asked = getattr(config, "output_router_logits", False)
     if asked:
         config.output_router_logits = False
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     try:
-        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        with uncompiled(model):
             yield
     finally:
         if asked:
