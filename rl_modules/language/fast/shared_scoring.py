@@ -96,8 +96,8 @@ def grouped_log_probs(
 
 
 def _grouped(
-    model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, on_host: Tensor, temperature: float,
-    entropy: bool, filtered: Filter | None,
+    model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, on_host: Tensor,
+    temperature: float = 1.0, entropy: bool = False, filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same; prompt lengths, lengths and groups are also on the host, [3, b], so that no shape is waited for."""
     prompts, lengths, group = on_host
