@@ -490,15 +490,11 @@ class PromptDataModule(LanguageDataModule):
         length = self.steps_per_generation * self.num_iterations * n_micro
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self.environment is None or not self.is_fitting:
-            return
-        from datamodules.language.environments import replayable
-
-        if not replayable(self.environment):
-            notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin anew, "
-                   "in new environments")  # fmt: skip
-
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
+        if self.environment is not None:
+            from datamodules.language.environments import replayable
+
+            if not replayable(self.environment):
+                notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
+                       "anew, in new environments")  # fmt: skip
         return resumed_position(position, saved, self._layout, begun=len(self._ahead) > 0)

@@ -16,7 +16,6 @@ from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
-from rl_modules.common.foreign_names import default_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.resume import accumulated_gradients
@@ -51,7 +50,6 @@ from rl_modules.language.precision import (
 )
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
-from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -86,6 +84,11 @@ def adapters_of(module: Any) -> dict[str, Any] | None:
     """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
     lora: dict[str, Any] | None = module.hparams["lora"]
     return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
+
+
+def _states(checkpoint: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The state dicts of a checkpoint: under ``WeightAveraging`` the averages, and the module's own weights."""
+    return [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
 
 
 class LanguageModule(LanguageMetrics):
@@ -172,9 +175,8 @@ class LanguageModule(LanguageMetrics):
     #: The model that is trained.
     model: Any
     stores_own_gradients = False  # their mean over ranks is smaller than all of them
-    # Path and digest of frozen weights, by prefix; and weights of which the loaded checkpoint holds only a digest.
+    # Path and digest of frozen weights, by prefix.
     _sources: dict[str, dict[str, str]]
-    _left_out: set[str]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,7 +200,7 @@ class LanguageModule(LanguageMetrics):
         self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: dict[str, str] = {}
         self._throughput = Throughput()
-        self._sources, self._left_out = {}, set()
+        self._sources = {}
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
@@ -363,7 +365,10 @@ class LanguageModule(LanguageMetrics):
         self.validation_step(batch, batch_idx)
 
     def _on_fit_start(self) -> None:
-        log_settings(self.trainer)
+        if self.trainer.loggers:
+            from rl_modules.loggers import log_settings
+
+            log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
         self.check_architecture()
@@ -381,18 +386,16 @@ class LanguageModule(LanguageMetrics):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict; frozen weights that the checkpoint does not contain keep their directory's values."""
-        if missing := self._left_out - state_dict.keys():
-            own = self.state_dict()
-            state_dict = {**state_dict, **{name: own[name] for name in missing}}
-        return super().load_state_dict(state_dict, strict, assign)
-
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
-        sources = self.hparams["description"]["frozen"]
-        self._left_out = self._frozen_names(sources)
+        self._add_frozen(state_dict, self.hparams["description"]["frozen"])
         self.load_state_dict(state_dict)
+
+    def _add_frozen(self, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
+        """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
+        if missing := self._frozen_names(prefixes) - state_dict.keys():
+            own = self.state_dict()
+            state_dict.update({name: own[name] for name in missing})
 
     def _frozen_names(self, prefixes: Iterable[str]) -> set[str]:
         """Returns the names of the frozen parameters whose names begin with a prefix."""
@@ -415,23 +418,23 @@ class LanguageModule(LanguageMetrics):
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_save_checkpoint(checkpoint)
-        # `WeightAveraging`, whose hook ran before, has stored averages there and the module's weights under another
-        # key.
-        states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
         for name in self._frozen_names(self.hparams["description"]["frozen"]):
-            for state in states:
+            for state in _states(checkpoint):
                 del state[name]
-        checkpoint["num_tokens"] = self.num_tokens
         watched = {} if self._trainer is None else monitors(self.trainer)
         checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
 
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._require_own(checkpoint)
+    def _require_own(self, checkpoint: dict[str, Any]) -> None:
+        super()._require_own(checkpoint)
         parameters = settings_of(checkpoint)
         if "lora" in parameters and (self.hparams["lora"] is None) != (parameters["lora"] is None):
             from rl_modules.language.lora import refuse_other_adapters
 
             refuse_other_adapters(self.hparams["lora"], parameters["lora"])
+
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._require_own(checkpoint)
+        parameters = settings_of(checkpoint)
         if saved := (parameters.get("description") or {}).get("frozen", {}):
             from rl_modules.language.frozen_weights import require_same_weights
 
@@ -440,14 +443,9 @@ class LanguageModule(LanguageMetrics):
         own = self.hparams["description"]
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
-        self._left_out = self._frozen_names(saved)
-        if "averaging_state" in checkpoint:
-            # `WeightAveraging` loads them into a copy of this module, without its `load_state_dict`.
-            own_state = self.state_dict()
-            left_out = self._left_out - checkpoint["state_dict"].keys()
-            checkpoint["state_dict"].update({name: own_state[name] for name in left_out})
+        for state in _states(checkpoint):
+            self._add_frozen(state, saved)
         super()._on_load_checkpoint(checkpoint)
-        self.num_tokens = checkpoint["num_tokens"]
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 
     def _on_train_start(self) -> None:
@@ -491,9 +489,13 @@ class LanguageModule(LanguageMetrics):
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, trainable)
-        if self.optimizer_factory is not None and self.learning_rate != default_of(type(self), "learning_rate"):
-            rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
-                           f"{type(optimizer).__name__} brings its own, {optimizer.param_groups[0]['lr']}")  # fmt: skip
+        if self.optimizer_factory is not None:
+            from rl_modules.common.foreign_names import default_of
+
+            if self.learning_rate != default_of(type(self), "learning_rate"):
+                rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
+                               f"{type(optimizer).__name__} brings its own, "
+                               f"{optimizer.param_groups[0]['lr']}")  # fmt: skip
         warn_of_idle(self, self.idle_arguments())
         if self.scheduler_factory is not None:
             scheduler: Any = build("lr_scheduler", self.scheduler_factory, optimizer)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.language.scoring import written_mask
-from rl_modules.loggers import adapters
 
 Weighted = tuple[Any, dict[str, Tensor]]
 
@@ -75,6 +74,8 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
         if advantage.ndim == 2:
             advantage = F.masked_mean(advantage, written_mask(rollout), 1)
         module.write_completions(rollout, advantage=advantage)
+        from rl_modules.loggers import adapters
+
         for adapter in adapters(module.trainer) if module.trainer.is_global_zero else ():
             adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 

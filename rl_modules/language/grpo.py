@@ -4,28 +4,40 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
-from rl_modules.language.advantages import load_argument, path_of, require_advantages, scores_by, turn_advantages
+from rl_modules.language.advantages import (
+    IN_GROUPS,
+    load_argument,
+    path_of,
+    require_advantages,
+    scores_by,
+    turn_advantages,
+)
 from rl_modules.language.architecture import completions_router_loss, router_logits, wants_router_loss
 from rl_modules.language.completion_metrics import clip_metrics, quantile, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
-from rl_modules.language.grpo_arguments import (
-    check_run,
-    check_scale,
-    refuse_contradictions,
-    without_clip,
-    without_correction,
-    without_epsilon,
-    without_reward_to_go,
-    without_sapo,
-)
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
+
+
+def check_scale(name: str, value: Any) -> str:
+    """Returns the word for what rewards are scaled by; true and false are words of TRL."""
+    word = {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+    if word not in ("group", "batch", "none"):
+        raise UsageError(f"{name}={value!r} must be one of group, batch, none")
+    return str(word)
+
+
+def without_clip(module: Any) -> str | bool:
+    """The reason why the clip's bounds are idle."""
+    return module.loss_type == "sapo" and "with loss_type='sapo', which does not clip"
 
 
 class GRPO(PolicyWithReference):
@@ -54,7 +66,8 @@ class GRPO(PolicyWithReference):
         least=0)  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=without_epsilon)  # fmt: skip
+        idle=lambda m: without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
+                                           "epsilon_high alone"))  # fmt: skip
     epsilon_high: float | None = setting(
         None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
@@ -70,8 +83,10 @@ class GRPO(PolicyWithReference):
         one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
     sapo_temperature_pos: float = setting(
         1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=without_sapo)  # fmt: skip
-    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=without_sapo)
+        idle=lambda m: m.loss_type != "sapo" and "without loss_type='sapo'; set that")  # fmt: skip
+    sapo_temperature_neg: float = setting(
+        1.05, "the same for other advantages", above=0,
+        idle=lambda m: m.loss_type != "sapo" and "without loss_type='sapo'; set that")  # fmt: skip
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
@@ -97,7 +112,8 @@ class GRPO(PolicyWithReference):
         "reward; the baseline is that of the group's returns from the same turn on")  # fmt: skip
     turn_gamma: float = setting(
         1.0, "γ of ``reward_to_go``, per turn; -1: the turns alternate between two players, and what one earns "
-        "the other loses", least=-1, most=1, idle=without_reward_to_go)  # fmt: skip
+        "the other loses", least=-1, most=1,
+        idle=lambda m: not m.reward_to_go and "without reward_to_go=true; set that")  # fmt: skip
     top_entropy_quantile: float = setting(
         1.0, "share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
         "all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term and in the number "
@@ -112,9 +128,11 @@ class GRPO(PolicyWithReference):
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
         "``token_truncate`` if the sampler does not return the tokens that its filters kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+        None, "lower bound on ρ; null: none", least=0,
+        idle=lambda m: m.correction == "none" and "without an importance_sampling_correction; set that")  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+        3.0, "upper bound on ρ; null: none", least=0,
+        idle=lambda m: m.correction == "none" and "without an importance_sampling_correction; set that")  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -334,3 +352,36 @@ class GRPO(PolicyWithReference):
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))
+
+
+def refuse_contradictions(module: Any) -> None:
+    """Refuses arguments of which one would do nothing, or can't do its part, beside another."""
+    hp: Any = module.hparams
+    path, reference, loss_type = hp.get("advantages"), hp.ref_model_name_or_path, module.loss_type
+    low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
+    if loss_type == "cispo" and hp.epsilon_high is None:
+        raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give "
+                         "one, such as 5")  # fmt: skip
+    if loss_type in ("cispo", "sapo") and hp.delta is not None:
+        raise UsageError(f"delta={hp.delta} does nothing for loss_type={loss_type!r}, which does not clip; set it to "
+                         "null")  # fmt: skip
+    if path is not None and module.scale_rewards != "group":
+        raise UsageError(f"scale_rewards={module.scale_rewards!r} does nothing with advantages={path!r}, which scales "
+                         "by itself; give one of them")  # fmt: skip
+    if not hp.beta and (hp.sync_ref_model or reference is not None):
+        given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
+        raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
+    if low is not None and high is not None and low > high:
+        raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
+
+
+def check_run(module: Any) -> None:
+    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""
+    is_own = type(module).advantages is not GRPO.advantages or type(module).score_group is not GRPO.score_group
+    compares = not is_own and module.advantage_function in (None, *IN_GROUPS)
+    if compares and getattr(module.trainer.datamodule, "num_generations", 2) < 2:
+        raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+    level, loss_type = module.importance_sampling_level, module.loss_type
+    if level != "token" and loss_type != "grpo":
+        rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
+                       "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip

@@ -49,7 +49,7 @@ class LanguageMetrics(Algorithm):
     #: The same without speeds, and without the extra point at the end of a run.
     regular_metrics: dict[str, float] = persistent({})
     #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
-    num_tokens: int = transient(0)
+    num_tokens: int = persistent(0)
     # The optimizer step of the last point.
     _logged_at: int = persistent(0)
     # Names that the module has recorded, and those that reward functions have logged, by displayed name.

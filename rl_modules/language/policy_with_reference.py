@@ -295,7 +295,7 @@ class PolicyWithReference(LanguagePolicy):
     def table_is_due(self) -> bool:
         """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
         step = self.trainer.global_step
-        if not self.completions_steps or step < self._table_due_at:
+        if not (self.completions_steps and self.trainer.loggers) or step < self._table_due_at:
             return False
         self._table_due_at = step - step % self.completions_steps + self.completions_steps
         return True
@@ -311,8 +311,8 @@ class PolicyWithReference(LanguagePolicy):
 
     # ---------------------------------------------------------------- the run
 
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
+    def _require_own(self, checkpoint: dict[str, Any]) -> None:
+        super()._require_own(checkpoint)
         description = settings_of(checkpoint).get("description") or {}
         had_reference = description.get("reference_config") is not None
         if "reference_config" in description and had_reference != (self.reference is not None):

@@ -17,6 +17,7 @@ from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.settings import changed, setting
+from rl_modules.core.state import persistent
 from rl_modules.language.architecture import make_config, text_config
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.export import export_model
@@ -53,10 +54,11 @@ class RewardModel(LanguageModule):
     center_rewards_coefficient: float = setting(
         0.0, "c, weight of the term that keeps scores near 0 in training; TRL suggests 0.01", least=0)  # fmt: skip
 
+    #: Mean raw score of demonstrations; until :meth:`normalize` measures it that of the model trained further.
+    reward_offset: float = persistent(lambda m: float(getattr(getattr(m.model, "config", None), "reward_offset", 0.0)))
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: Mean raw score of demonstrations; 0 until :meth:`normalize` has measured it.
-        self.reward_offset = 0.0
         self.preference_metrics = PreferenceMetrics()
 
     def build_model(self, config: Any, source: Any) -> None:
@@ -66,8 +68,6 @@ class RewardModel(LanguageModule):
         self.model = make_model(config, source, "score", *options)
         if not trained:
             initialize_head(self.model.score)
-        if trained and hp.description is None:
-            self.reward_offset = float(getattr(config, "reward_offset", 0.0))
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         if hp.lora is not None:
             self.model = add_lora(self.model, hp.lora, "SEQ_CLS", hp.gradient_checkpointing)
@@ -217,18 +217,13 @@ class RewardModel(LanguageModule):
         self._measure_offset()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
         self._measure_offset()
-        checkpoint["reward_offset"] = self.reward_offset
+        super()._on_save_checkpoint(checkpoint)
 
     def _measure_offset(self) -> None:
         demonstrations = getattr(getattr(self._trainer, "datamodule", None), "demonstrations", None)
         if demonstrations is not None:
             self.normalize(demonstrations())
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.reward_offset = float(checkpoint["reward_offset"])
 
 
 class FrozenReward(NamedTuple):

@@ -139,10 +139,6 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
 class EngineSampler:
     """A :class:`~rl_modules.language.sampling.Sampler` on an engine in this process."""
 
-    exact_log_probs = False
-    reproducible = False
-    concurrent = False
-
     def __init__(self, engine: Engine, device: Any) -> None:
         self.engine, self.device = engine, device
         self.version = 0

@@ -32,8 +32,6 @@ def check_sampler(
     if kind != "native" and cache_implementation not in ("auto", "dynamic"):
         raise UsageError(f"cache_implementation={cache_implementation} is the native sampler's; sampler={kind} has a "
                          "cache of its own")  # fmt: skip
-    if max_rows_in_flight is not None and max_rows_in_flight < 1:
-        raise UsageError(f"max_rows_in_flight={max_rows_in_flight} must be at least 1, or null for as many as fit")
     if kind == "vllm_server":
         if not options.get("addresses"):
             raise UsageError(

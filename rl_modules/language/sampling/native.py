@@ -137,10 +137,6 @@ def sample(
 class NativeSampler:
     """The :class:`~rl_modules.language.sampling.Sampler` that decodes with the model in training itself."""
 
-    exact_log_probs = True
-    reproducible = True
-    concurrent = False
-
     def __init__(
         self,
         model: Any,

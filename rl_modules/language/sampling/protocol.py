@@ -71,13 +71,6 @@ class SamplingSettings:
 class Sampler(Protocol):
     """A way of writing completions with a policy's weights."""
 
-    #: Whether log-probabilities equal those of a training forward pass up to rounding.
-    exact_log_probs: bool
-    #: Whether equal seeds, prompts and weights give equal text, whatever else is in the batch.
-    reproducible: bool
-    #: Whether completions can be written while this process trains.
-    concurrent: bool
-
     def sample(
         self,
         prompts: Sequence[Sequence[int]],

@@ -186,10 +186,6 @@ class ServerSampler:
     next weights. Completions carry the version of the weights that wrote them.
     """
 
-    exact_log_probs = False
-    reproducible = False
-    concurrent = True
-
     def __init__(
         self,
         addresses: Sequence[str],

@@ -129,12 +129,12 @@ def test_two_ranks_take_the_step_of_one_with_twice_the_pairs(make_trainer, data,
     one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt", "two.ckpt"))
     for name, value in one["state_dict"].items():
         torch.testing.assert_close(other["state_dict"][name], value, atol=1e-6, rtol=1e-5)
-    assert other["reward_offset"] == pytest.approx(one["reward_offset"], abs=1e-5)
-    assert other["num_tokens"] == one["num_tokens"] > 0
+    assert other["run"]["reward_offset"] == pytest.approx(one["run"]["reward_offset"], abs=1e-5)
+    assert other["run"]["num_tokens"] == one["run"]["num_tokens"] > 0
     # The process that started the ranks has what they learned.
     for name, value in other["state_dict"].items():
         assert torch.equal(returned.state_dict()[name], value), name
-    assert returned.reward_offset == other["reward_offset"]
+    assert returned.reward_offset == other["run"]["reward_offset"]
 
 
 class Save(L.Callback):

@@ -163,7 +163,7 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path):
         # Written in the processes that train: what they count does not come back from there.
         fit(model, data, max_steps=3, accumulate_grad_batches=2, callbacks=[SaveAt(tmp_path, (6,))], **trainer)
         checkpoint = torch.load(tmp_path / "6.ckpt", weights_only=True)
-        return checkpoint["state_dict"], checkpoint["num_tokens"]
+        return checkpoint["state_dict"], checkpoint["run"]["num_tokens"]
 
     one, tokens = run(8)
     two, tokens_of_two = run(4, devices=2, strategy="ddp_fork")
@@ -301,7 +301,7 @@ def test_a_finished_run_can_be_prolonged(tmp_path):
     whole, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("whole", "longer"))
     for name, value in whole["state_dict"].items():
         assert torch.equal(value, other["state_dict"][name])
-    assert whole["num_tokens"] == other["num_tokens"]
+    assert whole["run"]["num_tokens"] == other["run"]["num_tokens"]
 
 
 def test_dropout_of_the_config_is_applied_in_training_only(tmp_path):
