@@ -15,10 +15,9 @@ import json
 from pathlib import Path
 
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
-from recipes import configs
 from recipes.cli.options import Parser
 from recipes.pipeline import Pipeline
-from recipes.stages import check_folder, evaluate, run_command, stage_options, writing_options
+from recipes.stages import check_folder, measured, run_command, stage_options, writing_options
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.tokenizer import character_tokenizer
 
@@ -84,9 +83,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
     def measure(name: str, model: Path) -> None:
         arguments = {**judge, "model.model_name_or_path": str(model)}
-        settings = {"config": configs.text(given.grpo), "arguments": arguments}
-        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments), settings,
-                                       [model.parent])  # fmt: skip
+        rows[name] = measured(pipeline, f"{name}_evaluation", given.grpo, arguments, [model.parent])
 
     model = pipeline.fit("sft", given.sft, {
         **seed, "model.tokenizer_name_or_path": str(made / "tokenizer"), "data.path": str(made / "dialogues.jsonl"),

@@ -21,8 +21,8 @@ from recipes.pipeline import Pipeline
 from recipes.stages import (
     check_folder,
     check_stages,
-    evaluate,
     load_policy,
+    measured,
     run_command,
     stage_options,
     writing_options,
@@ -77,8 +77,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     def measure(name: str) -> None:
         first = {key: value for key, value in options["grpo"].items() if key in MODEL}
         arguments = {**first, **judge} if model is None else {**judge, "model.model_name_or_path": str(model)}
-        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments),
-                                       {"config": configs.text(given.grpo), "arguments": arguments}, done)  # fmt: skip
+        rows[name] = measured(pipeline, f"{name}_evaluation", given.grpo, arguments, done)
 
     if given.cold_start != "none":
         model = pipeline.fit("cold_start", given.cold_start, {**seed, **options["cold_start"]})

@@ -29,8 +29,8 @@ from recipes.stages import (
     PROCESSES,
     check_folder,
     check_stages,
-    evaluate,
     load_policy,
+    measured,
     run_command,
     stage_options,
     writing_options,
@@ -113,9 +113,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     def measure(name: str, model: Path, after: list[Path], stage: str | None = None) -> None:
         arguments = {**seed, "model.model_name_or_path": str(model), "model.ref_model_name_or_path": str(sft), **judge,
                      **writing_options(options["ppo"]), **options["evaluation"]}  # fmt: skip
-        settings = {"config": configs.text(given.ppo), "arguments": arguments}
-        rows[name] = pipeline.evaluate(f"{stage or name}_evaluation", lambda: evaluate(given.ppo, arguments), settings,
-                                       after)  # fmt: skip
+        rows[name] = measured(pipeline, f"{stage or name}_evaluation", given.ppo, arguments, after)
 
     if given.preferences == "dpo":
         measure("sft", sft, done, "sft_alone")
@@ -134,10 +132,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         # The evaluation runs in this process, so it leaves out options that set the number of training processes.
         arguments = {key: value for key, value in judging.items() if key not in PROCESSES}
         arguments["model.model_name_or_path"] = str(judged)
-        settings = {"config": configs.text(given.reward_model), "arguments": arguments}
-        rows["reward_model"] = pipeline.evaluate(
-            "reward_model_evaluation", lambda: evaluate(given.reward_model, arguments), settings, done
-        )
+        rows["reward_model"] = measured(pipeline, "reward_model_evaluation", given.reward_model, arguments, done)
         trained = ["reward_model", "ppo"]
     add_earlier(pipeline, rows, pairs)
     summarise(pipeline, rows, trained)

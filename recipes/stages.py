@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
+from recipes.pipeline import Pipeline
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Options of the Trainer that set the number of processes in which a stage trains.
@@ -105,8 +106,8 @@ def writing_options(options: Mapping[str, str]) -> dict[str, str]:
 def check_folder(folder: str) -> None:
     """Raises where a pipeline's folder can't be made."""
     if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
-        raise UsageError(f"folder {folder} is a file" if blocked == Path(folder) else
-                         f"folder {folder} lies below {blocked}, which is a file")  # fmt: skip
+        where = "is a file" if blocked == Path(folder) else f"lies below {blocked}, which is a file"
+        raise UsageError(f"folder {folder} {where}")
 
 
 def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
@@ -122,6 +123,14 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
         cli = RLCLI("test", rl_words(config, in_one_process(arguments)))
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
     return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
+
+
+def measured(
+    pipeline: Pipeline, name: str, config: str, arguments: dict[str, str], after: Sequence[Path]
+) -> dict[str, float]:
+    """Runs the stage ``name``, an evaluation by a config with some options, and returns its metrics."""
+    settings = {"config": configs.text(config), "arguments": arguments}
+    return pipeline.evaluate(name, lambda: evaluate(config, arguments), settings, after)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def grpo_loss(
     # Padding is neutralised before any exp: it may hold anything, and 0 * inf in the backward pass is NaN.
     log_prob = torch.where(counts, as_float(log_prob), 0.0)
     old_log_prob = torch.where(counts, as_constant(old_log_prob), 0.0)
-    ratio = _importance_ratio(log_prob - old_log_prob, counts, importance_sampling_level)
+    ratio = importance_ratio(log_prob - old_log_prob, counts, importance_sampling_level)
     advantage = as_constant(advantage)
     if advantage.shape == counts.shape:
         advantage = torch.where(counts, advantage, 0.0)
@@ -172,7 +172,7 @@ def grpo_loss(
     return _reduce(token_loss.expand(counts.shape), counts, loss_type, max_completion_length, num_items_in_batch)
 
 
-def _importance_ratio(log_ratio: Tensor, counts: Tensor, level: str) -> Tensor:
+def importance_ratio(log_ratio: Tensor, counts: Tensor, level: str) -> Tensor:
     """ρ, shape (B, L) per token or (B, 1) per sequence; exponentials of means, so that long answers do not overflow."""
     if level == "sequence":
         log_ratio = masked_mean(log_ratio, counts, dim=-1).unsqueeze(-1)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.functional.grpo import importance_ratio
 from rl_modules.language.scoring import written_mask
-
-Weighted = tuple[Any, dict[str, Tensor]]
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,28 +31,6 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
     }
 
 
-def generation_metrics(
-    reward: Tensor, earned: Tensor, entropy: Tensor, length: Tensor, finished: Tensor, num_generations: int
-) -> Iterator[Weighted]:
-    """Metrics of completions of all ranks, [B] each, with their weights; ``reward`` is NaN where nothing was scored."""
-    metrics = {"entropy": entropy.sum() / length.sum(), **length_metrics(length, finished)}
-    if num_generations > 1:  # a baseline of another kind takes groups of one, which have no spread
-        centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
-        metrics["frac_reward_zero_std"] = (centred == 0).all(1).float().mean()
-    yield 1.0, metrics
-    ended = finished > 0
-    yield (
-        ended.any().float(),
-        {
-            "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
-            "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
-            "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
-        },
-    )
-    n, mean, std = moments(earned)
-    yield (n > 0).float(), {"reward": mean, "reward_std": std}
-
-
 def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
     """Records rewards and lengths of GRPO's generation, over all ranks.
 
@@ -65,8 +41,20 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
     columns = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
     reward, earned, spread, length, finished = module.record_completions(rollout, *columns)
-    for weight, metrics in generation_metrics(reward, earned, spread, length, finished, rollout["num_generations"]):
-        module.record(weight, **metrics)
+    metrics = {"entropy": spread.sum() / length.sum(), **length_metrics(length, finished)}
+    if (num_generations := rollout["num_generations"]) > 1:  # groups of one, of another baseline, have no spread
+        centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
+        metrics["frac_reward_zero_std"] = (centred == 0).all(1).float().mean()
+    module.record(**metrics)
+    ended = finished > 0
+    terminated = {
+        "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
+        "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
+        "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
+    }
+    module.record(ended.any().float(), **terminated)
+    n, mean, std = moments(earned)
+    module.record((n > 0).float(), reward=mean, reward_std=std)
     if "missing" in rollout:
         module.record(**{"dynamic_sampling/missing": rollout["missing"]})
     if module.table_is_due():
@@ -95,7 +83,8 @@ def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[
     weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
     if module.loss_type == "sapo":
         return weight, {}, {}
-    ratio, counts = _ratio(log_prob, batch["log_prob"], mask, level)
+    ratio = importance_ratio(torch.where(mask, log_prob - batch["log_prob"], 0.0), mask, level)
+    counts = torch.ones_like(ratio, dtype=torch.bool) if level == "sequence" else mask
     if advantage.ndim == 1:
         advantage = advantage.unsqueeze(1)
     elif level == "sequence":
@@ -116,14 +105,3 @@ def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[
         least = torch.where(counted, of_rows, 1.0).min() * is_whole * counted.any()
         extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
     return weight, means, extremes
-
-
-def _ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """The ratio that the loss clips, and which of its elements count, [b, L]; [b, 1] for ``sequence``."""
-    log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
-    if level == "token":
-        return log_ratio.exp(), mask
-    of_sequence = F.masked_mean(log_ratio, mask, 1).unsqueeze(1).exp()
-    if level == "sequence_token":
-        return of_sequence.expand(mask.shape), mask
-    return of_sequence, torch.ones_like(of_sequence, dtype=torch.bool)

@@ -262,16 +262,10 @@ class Distillation(PolicyWithReference):
 
     # ---------------------------------------------------------------- evaluation, diagnostics
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates completions of held-out prompts and the divergence on held-out demonstrations."""
-        if "texts" in batch:
-            self.log_completions(batch, batch_idx)
-            return
+    def log_held_out(self, batch: dict[str, Any]) -> None:
+        """Logs the divergence on held-out demonstrations."""
         divergence, reverse = self.divergence(batch["counted"] - 1, self.beta, **self.inputs_of(batch["tokens"], batch))
         self.log_evaluation({"eval/loss": divergence.mean(), "eval/reverse_kl": reverse.mean()}, len(divergence))
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Logs evaluation metrics, with the reverse KL to the teacher on held-out completions per token."""

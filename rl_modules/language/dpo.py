@@ -136,7 +136,7 @@ class DPO(PreferencePolicy):
         self.record(b, **metrics)
         return total
 
-    def log_pairs(self, batch: dict[str, Any]) -> None:
+    def log_held_out(self, batch: dict[str, Any]) -> None:
         metrics = self.pair_metrics(pair_log_probs(self.model, batch)[0], batch, "eval")
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
 

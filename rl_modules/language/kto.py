@@ -108,7 +108,7 @@ class KTO(PreferencePolicy):
 
     # ---------------------------------------------------------------- evaluation
 
-    def log_pairs(self, batch: dict[str, Any]) -> None:
+    def log_held_out(self, batch: dict[str, Any]) -> None:
         log_prob, reference, kl = self.log_probs_and_kl(batch, "eval")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))

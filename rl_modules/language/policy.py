@@ -70,14 +70,12 @@ class LanguagePolicy(LanguageModule):
         """The engine that generates completions, created on first access with the current weights."""
         if self._sampler is None:
             hp: Any = self.hparams
-            options = (hp.sampler_options or {}, hp.max_rows_in_flight, self.model)
-            if self._trainer is None:
-                self._sampler = make_sampler(hp.sampler, *options, cache_implementation=hp.cache_implementation)
-            else:
-                self._sampler = make_sampler(
-                    hp.sampler, *options, self.trainer.global_rank, self.trainer.world_size, hp.cache_implementation,
-                    self.trainer.local_rank, self._sampler_run,
-                )  # fmt: skip
+            trainer: Any = self._trainer
+            ranks = (0, 1, 0) if trainer is None else (trainer.global_rank, trainer.world_size, trainer.local_rank)
+            self._sampler = make_sampler(
+                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, hp.cache_implementation, ranks,
+                self._sampler_run,
+            )  # fmt: skip
         return self._sampler
 
     def update_sampler(self) -> None:
@@ -160,7 +158,15 @@ class LanguagePolicy(LanguageModule):
     # ---------------------------------------------------------------- evaluation on held-out prompts
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.log_completions(batch, batch_idx)
+        """Evaluates completions of held-out prompts, or what the datamodule holds out besides."""
+        if "answers" in batch:
+            self.log_completions(batch, batch_idx)
+        else:
+            self.log_held_out(batch)
+
+    def log_held_out(self, batch: dict[str, Any]) -> None:
+        """Logs the loss and metrics of a batch of held-out demonstrations or pairs."""
+        raise NotImplementedError
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         return batch

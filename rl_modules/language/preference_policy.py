@@ -138,13 +138,6 @@ class PreferencePolicy(PolicyWithReference):
 
     # ---------------------------------------------------------------- evaluation
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates held-out pairs or judgements, or completions if the datamodule generates them."""
-        if "answers" in batch:
-            self.log_completions(batch, batch_idx)
-        else:
-            self.log_pairs(batch)
-
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Returns implicit rewards of the answers, [b] each, with their ``texts``; completions unchanged."""
         if "answers" in batch:
@@ -152,10 +145,6 @@ class PreferencePolicy(PolicyWithReference):
         # Not stored, because these pairs are numbered in another order.
         unnumbered = {name: value for name, value in batch.items() if name != "index"}
         return {"texts": batch["texts"], **self.implicit_rewards(unnumbered)}
-
-    def log_pairs(self, batch: dict[str, Any]) -> None:
-        """Logs the loss and the metrics of a batch of held-out pairs."""
-        raise NotImplementedError
 
     def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Returns β (log π - log π_ref) of the answers by name, [b] each."""

@@ -100,11 +100,8 @@ class SFT(LanguagePolicy):
         """Whether batches may hold several texts to a row."""
         return can_pack_texts(self.model)
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Evaluates completions of held-out prompts and the likelihood of held-out demonstrations."""
-        if "texts" in batch:
-            self.log_completions(batch, batch_idx)
-            return
+    def log_held_out(self, batch: dict[str, Any]) -> None:
+        """Logs the likelihood of held-out demonstrations."""
         found = self.demonstrated(batch, accuracy=True)
         assert found.is_likeliest is not None
         metrics = {

@@ -46,13 +46,11 @@ def make_sampler(
     options: dict[str, Any],
     max_rows_in_flight: int | None,
     model: Any,
-    rank: int = 0,
-    world_size: int = 1,
     cache_implementation: str = "auto",
-    local_rank: int | None = None,
+    ranks: tuple[int, int, int] = (0, 1, 0),
     run: str | None = None,
 ) -> Sampler:
-    """Returns a sampler for a model; separate engines have no weights yet."""
+    """Returns a sampler for a model; ``ranks``: the rank in the run, the number of ranks, the rank on the machine."""
     check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
         return NativeSampler(model, max_rows_in_flight, cache_implementation, **options)
@@ -60,16 +58,14 @@ def make_sampler(
     if kind == "vllm_server":
         from rl_modules.language.sampling.remote import ServerSampler
 
-        return ServerSampler(device=device, pushes=rank == 0, run=run, **options)
-    if world_size > 1 and is_sharded(model):
+        return ServerSampler(device=device, pushes=ranks[0] == 0, run=run, **options)
+    if ranks[1] > 1 and is_sharded(model):
         raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
                          "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
     from rl_modules.language.sampling.engine import EngineSampler
     from rl_modules.language.sampling.vllm import VLLMEngine, unties
     from rl_modules.language.sampling.weights import EngineSpec
 
-    ranks = (rank, world_size, rank if local_rank is None else local_rank)
-    engine = VLLMEngine(
-        EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options
-    )
+    spec = EngineSpec.of(model, unties(kind))
+    engine = VLLMEngine(spec, max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options)
     return EngineSampler(engine, device)

@@ -225,7 +225,7 @@ def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")  # is put back after the test
         monkeypatch.delenv(name)
-    sampler: Any = make_sampler("vllm", {}, None, tiny_model(), 1, 2)
+    sampler: Any = make_sampler("vllm", {}, None, tiny_model(), ranks=(1, 2, 1))
     assert FakeLLM.made[-1].options["distributed_executor_backend"] == "external_launcher"
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
     assert vllm.among_ranks(9, 16, 1) and os.environ["LOCAL_RANK"] == "1"
@@ -239,4 +239,4 @@ def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None
 def test_vllm_on_split_weights_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(factory, "is_sharded", lambda model: True)
     with pytest.raises(UsageError, match="sampler=vllm has whole weights on each rank, and the strategy splits them"):
-        make_sampler("vllm", {}, None, tiny_model(), 0, 2)
+        make_sampler("vllm", {}, None, tiny_model(), ranks=(0, 2, 0))
