@@ -270,8 +270,8 @@ class LanguageDataModule(LanguageArguments):
         """Returns the training records at positions of the endless shuffled stream, the same on every rank."""
         if self.stream is not None:
             return [self.stream[position] for position in positions]
-        numbers = [self.record_at(position) for position in positions]
         rows = self.train_records
+        numbers = [self._passes.at(position, len(rows)) for position in positions]
         return rows.take(numbers) if isinstance(rows, EncodedRecords) else [rows[number] for number in numbers]
 
     @property
@@ -395,7 +395,7 @@ class LanguageDataModule(LanguageArguments):
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.token_rewards(scores, lengths)
         plain = list(map(text_of, said))
-        first = scores[:, 0] if len(self.rewards) else None
+        first = scores[:, 0] if scores.shape[1] else None
         if self.mixture is None:
             answers = [voted_answer(t, self.answer_after) if self.task is None else self.task.extract(t) for t in plain]
         else:

@@ -18,7 +18,7 @@ from datamodules.language.reward_arguments import TrainerState, refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
     RowLengths,
-    chosen_rows,
+    cut,
     groups_of,
     has_signal,
     joined,
@@ -240,7 +240,7 @@ class PromptDataModule(LanguageDataModule):
         self._lengths = lengths = self._lengths or RowLengths.of(fields)
         rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if n_micro > 1:
-            rows.sort(key=lengths.total)
+            rows.sort(key=lengths.total.__getitem__)
         size = self.batch_size // n_micro
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
         learned = [lengths.kept(part) for part in parts]
@@ -263,8 +263,9 @@ class PromptDataModule(LanguageDataModule):
         step = []
         for index, part, count in zip(on_device[n_micro:], learned, tokens, strict=True):
             extent = lengths.extent(part)
-            batch = {**chosen_rows(fields, index, extent), **shared, "micro_rows": size, "micro_tokens": count}
-            step.append({**batch, "shortest_prompt": extent[0]})
+            batch = cut({name: value[index] for name, value in fields.items()}, extent, fields["mask"].shape[1])
+            own = {"micro_rows": size, "micro_tokens": count, "shortest_prompt": extent[0]}
+            step.append({**batch, **shared, **own})
         return step
 
     # ---------------------------------------------------------------- generation
@@ -297,7 +298,8 @@ class PromptDataModule(LanguageDataModule):
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
         self.rewards.take_notes()  # an evaluation's
-        rollout = self._first_round(n_prompts)
+        is_ahead = self.async_generations > 0 or bool(self._ahead.rounds)
+        rollout = self._round_ahead(n_prompts) if is_ahead else self._round(n_prompts)
         if self.generation == 0:
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
@@ -398,12 +400,10 @@ class PromptDataModule(LanguageDataModule):
 
     # ---------------------------------------------------------------- generations written ahead
 
-    def _first_round(self, n_prompts: int) -> dict[str, Any]:
-        """Returns a generation's first round, which is written now or was written while earlier generations trained."""
-        if not self.async_generations and len(self._ahead) == 0:
-            return self._round(n_prompts)
+    def _round_ahead(self, n_prompts: int) -> dict[str, Any]:
+        """Returns a round that was written while earlier generations trained, and asks for further ones."""
         self.policy.update_sampler()
-        if len(self._ahead) == 0:
+        if not self._ahead.rounds:
             self._ahead.ask(self._reserve(n_prompts))
         self._ahead.start()
         first, written = self._ahead.take()
@@ -411,7 +411,7 @@ class PromptDataModule(LanguageDataModule):
         waits = self._ahead.in_thread or self.environment is not None
         early = None if waits else self._judging(first, records, written)
         written = self._without_stale(records, seeds, written)
-        while len(self._ahead) < self.async_generations:
+        while len(self._ahead.rounds) < self.async_generations:
             self._ahead.ask(self._reserve(n_prompts))
         return self._as_rollout(records, written, early)
 
@@ -497,4 +497,4 @@ class PromptDataModule(LanguageDataModule):
             if not replayable(self.environment):
                 notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
                        "anew, in new environments")  # fmt: skip
-        return resumed_position(position, saved, self._layout, begun=len(self._ahead) > 0)
+        return resumed_position(position, saved, self._layout, begun=bool(self._ahead.rounds))

@@ -81,13 +81,14 @@ def _copied(value: Any) -> Any:
 # ---------------------------------------------------------------- TRL's log_metric and log_extra
 
 
+@dataclass
 class RewardLog:
     """Values that one call of a reward function logs about ``count`` completions, of which ``start`` is the first."""
 
-    def __init__(self, start: int, count: int) -> None:
-        self.start, self.count = start, count
-        self.metrics: list[tuple[str, float]] = []
-        self.columns: list[tuple[str, list[Any]]] = []
+    start: int
+    count: int
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: list[tuple[str, list[Any]]] = field(default_factory=list)
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a number to a curve; each counts as often as the call has completions, NaN not at all."""

@@ -161,7 +161,7 @@ class RewardFunctions(Stateful):
         for j, name in enumerate(self.names):
             failures = [failure for call in calls if call.function == j for failure in call.failures]
             self._report(name, failures, records, completions)
-        if not self._warned_of_none and rewards.numel() and not self.has_failed and rewards.isnan().all():
+        if not self._warned_of_none and rewards.numel() and rewards.isnan().all() and not self.has_failed:
             self._warned_of_none = True
             notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
                    "completions of a batch; such completions are left out")  # fmt: skip

@@ -86,12 +86,7 @@ def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: i
         else:
             chosen[name] = value[on(value.device, numbers)]
     extent = RowLengths.of(chosen).extent(range(len(rows)))
-    return _cut(chosen, extent, before=rollout["log_prob"].shape[1])
-
-
-def chosen_rows(fields: dict[str, Tensor], rows: Tensor, extent: Extent) -> dict[str, Tensor]:
-    """Some rows of what a module prepared, [B, …] each, ``mask`` among them."""
-    return _cut({name: value[rows] for name, value in fields.items()}, extent, before=fields["mask"].shape[1])
+    return cut(chosen, extent, before=rollout["log_prob"].shape[1])
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,8 @@ class RowLengths:
 
     prompt: list[int]
     completion: list[int]
+    #: Of both together.
+    total: list[int]
     #: Whether a row contributes to the gradient, so that it needs a forward pass.
     keep: list[bool]
 
@@ -108,10 +105,7 @@ class RowLengths:
         """Copies them from the device, once."""
         keep = fields.get("keep", torch.ones_like(fields["length"]))
         table = torch.stack([fields["prompt_length"], fields["length"], keep.to(fields["length"])]).tolist()
-        return cls(table[0], table[1], [bool(flag) for flag in table[2]])
-
-    def total(self, row: int) -> int:
-        return self.prompt[row] + self.completion[row]
+        return cls(table[0], table[1], list(map(sum, zip(*table[:2], strict=True))), [bool(flag) for flag in table[2]])
 
     def kept(self, rows: Sequence[int]) -> list[int]:
         """The rows that contribute to the gradient; at least one, so that every rank makes the same steps."""
@@ -121,12 +115,12 @@ class RowLengths:
         """Tokens of the shortest prompt, of the longest row, and of the longest completion among some rows."""
         return (
             min(self.prompt[row] for row in rows),
-            max(self.total(row) for row in rows),
+            max(self.total[row] for row in rows),
             max(self.completion[row] for row in rows),
         )
 
 
-def _cut(fields: dict[str, Any], extent: Extent, before: int) -> dict[str, Any]:
+def cut(fields: dict[str, Any], extent: Extent, before: int) -> dict[str, Any]:
     """Fields without the columns after the longest row; per-token fields are ``before`` columns wide so far."""
     _, total, width = extent
     result = dict(fields)

@@ -168,11 +168,8 @@ def _three_dimensional(logits: Tensor) -> Tensor:
 
 def _room(logits: Tensor) -> Tensor:
     """Room for one number per token, shape (B, L, 1), in the precision in which we compute."""
-    return torch.empty((*logits.shape[:-1], 1), dtype=_precision(logits), device=logits.device)
-
-
-def _precision(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    return torch.empty((*logits.shape[:-1], 1), dtype=dtype, device=logits.device)
 
 
 def _pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -184,7 +181,8 @@ def _pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     size = _PIECE_CPU if logits.device.type == "cpu" else _PIECE_GPU
     rows = max(1, size // max(1, length * words))
     columns = max(1, length if length * words <= size else size // words)
-    room = torch.empty((min(rows, batch), min(columns, length), words), dtype=_precision(logits), device=logits.device)
+    dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    room = torch.empty((min(rows, batch), min(columns, length), words), dtype=dtype, device=logits.device)
     for block in zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True):
         for piece in zip(*(tensor.split(columns, 1) for tensor in block), strict=True):
             height, width = piece[0].shape[:2]

@@ -175,16 +175,12 @@ def max_length(config: PretrainedConfig) -> int:
     text = text_config(config)
     named = ("max_position_embeddings", "n_positions", "max_seq_len")
     longest = next((value for name in named if (value := getattr(text, name, None))), 2**31)
-    return int(min([longest, *_lengths_of_longrope(text)]))
-
-
-def _lengths_of_longrope(text: Any) -> list[int]:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one per kind
     own = getattr(text, "original_max_position_embeddings", None)
     lengths = [kind.get("original_max_position_embeddings") or own for kind in kinds
                if kind.get("rope_type") == "longrope"]  # fmt: skip
-    return [length for length in lengths if length]
+    return int(min([longest, *filter(None, lengths)]))
 
 
 def unreadable(name: str, error: Exception) -> str:
