@@ -141,9 +141,7 @@ class TextEncoder:
         self, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int], prefilled: bool
     ) -> int:
         """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from its ``opened``
-        prompt.
-
-        What opens the turn may be missing there; the messages ``before`` may not, nor a ``prefilled`` beginning.
+        prompt, which may have more that opens the turn; what is rendered of the messages ``before`` must be the same.
         """
         start = common_length(opened, ids)
         if start == len(opened) < len(ids):

@@ -179,9 +179,8 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
                 for i in different]  # fmt: skip
 
     def _encode_judgements(self, records: list[Record]) -> list[Record]:
-        """Adds token ids to judged answers (``chosen_ids``) and, as ``rejected_ids``, the answer to another prompt.
-
-        The mismatched answers estimate KL(π || π_ref). They are fixed, so that the reference reads them once.
+        """Adds token ids to judged answers (``chosen_ids``) and, as ``rejected_ids``, the answer to another prompt,
+        which estimates KL(π || π_ref) and is fixed, so that the reference reads it once.
         """
         prompts, (answers,) = self.encode_answers(records, "completion")
         prompts, (answers,) = self.shortened(prompts, answers)

@@ -58,13 +58,9 @@ class Sequences:
         return len(self.total)
 
     def batch(self, index: Tensor, pad_id: int, packing: bool = False) -> dict[str, Tensor]:
-        """Some of the sequences as rows of equal width; with ``packing`` several to a row, as wide as the longest of
-        them.
-
-        Returns:
-            ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count;
-            ``filled`` [rows], the tokens of each row before its padding; where packed also ``position_ids``
-            [rows, width], which begin again at 0 where a sequence begins.
+        """Sequences as rows of equal width, with ``packing`` several to a row: ``tokens`` [rows, width], ``counted``
+        [m] (places in ``tokens.flatten()``), ``filled`` [rows] and, packed, ``position_ids`` [rows, width] that begin
+        again at 0.
         """
         total = self.total[index]
         width = int(total.max())
@@ -114,14 +110,9 @@ class Pairs:
         return 2 * self.lengths[:, 0] + self.lengths[:, 1] + self.lengths[:, 2]
 
     def batch(self, index: Tensor, packing: bool) -> dict[str, Tensor]:
-        """Some b of the pairs as rows of equal width, one per answer; with ``packing`` a row has several pairs, each
-        with its prompt once, and is as wide as the longest.
+        """Pairs as rows, the chosen answers first, or with ``packing`` several to a row, each with its prompt once.
 
-        Returns:
-            ``tokens`` [rows, width], 0 where nothing stands; ``lengths`` [b, 3], the tokens of each prompt, chosen and
-            rejected answer; ``last`` [2b], the places in ``tokens.flatten()`` of each sequence's last token, the
-            chosen ones first. Where packed also ``position_ids``, ``segment`` (which piece a
-            token belongs to, -1: none) and ``prompt_segment`` (the piece that it reads besides), [rows, width] each.
+        The fields are those of ``rl_modules.language.contract.PairBatch`` from ``tokens`` to ``prompt_segment``.
         """
         lengths, b = self.lengths[index], len(index)
         if packing:

@@ -60,10 +60,7 @@ def value_model_from_policy(
 
 
 class HeadOnPolicy(nn.Module):
-    """A value head on the policy's last hidden states: V = w·h + b, initialised to V = 0.
-
-    The head does not start from the reward model's head, because that head reads the states of another network.
-    """
+    """A value head on the policy's last hidden states: V = w·h + b, initialised to V = 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

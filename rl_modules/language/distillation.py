@@ -119,12 +119,8 @@ class Distillation(PolicyWithReference):
     # ---------------------------------------------------------------- the divergence
 
     def divergence(self, place: Tensor, beta: float, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Returns D, and the reverse KL without gradient, of the distributions at places of a batch, [m] each, in nats.
-
-        Args:
-            place: ``row * width + column`` of the tokens that predict the compared ones, [m].
-            beta: β.
-            inputs: of both models: ``input_ids`` [rows, width] …
+        """Returns D by ``beta``, and the reverse KL without gradient, at m places (``row * width + column``) of the
+        models' ``inputs``, [m] each, in nats.
         """
         ours, size = logits_by_tiles(self.model, place, **inputs)
         words = text_config(self.model.config).vocab_size

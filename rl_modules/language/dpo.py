@@ -149,12 +149,8 @@ class DPO(PreferencePolicy):
     # ---------------------------------------------------------------- the loss
 
     def pair_metrics(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
-        """Returns the ``loss`` of a batch and TRL's metrics: mean implicit rewards and log-probabilities.
-
-        Args:
-            log_prob: of both answers' tokens, [2b, L].
-            batch: see :meth:`reference_log_probs`.
-            data: ``train`` or ``eval``.
+        """Returns the ``loss`` of a batch (``data``: ``train`` or ``eval``) and TRL's metrics, from log π of both
+        answers' tokens, [2b, L].
         """
         chosen, rejected = self.sums(log_prob, batch).chunk(2)
         ref_chosen, ref_rejected = self.reference_log_probs(batch, data)

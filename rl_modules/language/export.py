@@ -68,10 +68,8 @@ def _name_eos_token(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Saves a tokenizer such that ``AutoTokenizer`` reads texts as it does; warns if that fails.
-
-    For some types of models AutoTokenizer takes the type's own class, whatever the files name. A tokenizer with code of
-    its own is exempt.
+    """Saves a tokenizer such that ``AutoTokenizer`` reads texts as it does, whatever class the type of the model stands
+    for; warns if that fails. One with code of its own is exempt.
     """
     tokenizer.save_pretrained(folder)
     if _is_read_alike(tokenizer, folder):

@@ -28,12 +28,8 @@ class TokenStatistics(NamedTuple):
 
 
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
-    """Returns the logits of a forward pass at chosen places, [1, m, V].
-
-    Args:
-        model: causal language model of transformers, adapters of ``peft`` included.
-        place: places in the flattened batch, ``row * width + column``, all different, [m].
-        inputs: of the model: ``input_ids`` [rows, width] …; without ``use_cache`` no keys and values are kept.
+    """Returns the logits of a forward pass at m places, ``row * width + column``, all different, [1, m, V]; without
+    ``use_cache`` no keys and values are kept.
     """
     inputs = {"use_cache": False, **inputs}
     if not is_fast():
@@ -60,20 +56,10 @@ def log_probs_at(
     model: Any, place: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
     source: Tensor | None = None, equal_weights: bool = False, process: Process | None = None, **inputs: Any,
 ) -> TokenStatistics:  # fmt: skip
-    """Computes log π of tokens that are predicted at chosen places; by tiles if their logits would be large.
+    """Computes log π of m tokens, ``target``, that are predicted at n places; by tiles if their logits would be large.
 
-    Args:
-        model: causal language model of transformers, adapters of ``peft`` included.
-        place: ``row * width + column`` in the flattened batch, all different, [n].
-        target: the tokens predicted there, [m].
-        temperature: T, the one that the tokens were sampled with.
-        entropy: also the entropies.
-        accuracy: also whether each token is the likeliest.
-        source: index of the place that predicts each token, [m] in [0, n); None: token i is predicted at place i.
-        equal_weights: the loss will be a multiple of the sum of all log-probabilities, which saves a second pass
-            over the tiles.
-        process: changes the logits of each token, as sampling did; None: they stay.
-        inputs: of the model, see :func:`logits_at`.
+    ``source`` [m] is the place that predicts each token (None: its own), ``process`` changes logits as sampling did.
+    ``equal_weights``: the loss is a multiple of the sum of log π, which saves a second pass over the tiles.
     """
     arguments = target.unsqueeze(0), temperature, entropy, accuracy
     if is_large(len(target), model):

@@ -128,10 +128,8 @@ class Parked:
 
 
 class RowLayer(DynamicLayer):
-    """One layer's keys and values, with spare room after them.
-
-    ``DynamicLayer`` copies all keys and values to append one, and all rows to drop one. Here a first call stores the
-    prompts, :meth:`admit` moves them to buffers with room, and each further call writes in place and returns views.
+    """One layer's keys and values in buffers with spare room, in which each call writes in place and returns views,
+    where ``DynamicLayer`` copies all of them to append one or drop a row. The first call stores the prompts.
     """
 
     keys: Tensor

@@ -50,20 +50,9 @@ def completion_log_probs(
     extent: Extent | None = None,
     filtered: Filter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log π of every completion token, by one forward pass with logits for the completions' places only.
+    """Log π of every completion token in nats, and with ``entropy`` their entropies, [b, L] float32, 0 after each end.
 
-    Args:
-        model: causal language model.
-        tokens: prompts and completions, right-padded, [b, T].
-        prompt_length: [b], ≥ 1.
-        length: tokens of the completions, [b], ≥ 1.
-        temperature: T, the one that the tokens were sampled with.
-        entropy: also return the entropies.
-        extent: of the batch; None asks the device.
-        filtered: how sampling changed the distribution, for log-probabilities of the same; None: not at all.
-
-    Returns:
-        log π(y_j) in nats, [b, L] float32, 0 after each completion's end; and H_j in nats, likewise, or None.
+    Tokens are [b, T]; ``temperature`` and ``filtered`` are those of sampling. ``extent`` None asks the device for it.
     """
     first, last, width = extent_of(prompt_length, length) if extent is None else extent
     counts = completion_mask(length, width)
@@ -129,9 +118,8 @@ def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tens
 
 
 def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
-    """Returns the score of each sequence, read at its last token, [b] float32.
-
-    The last token is found by length: Transformers' own heads look for the pad id, which may be the EOS token's.
+    """Returns the score of each sequence, [b] float32, read at its last token by length: Transformers' own heads look
+    for the pad id, which may be the EOS token's.
     """
     states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
     return score_head(model, states).view(-1).float()

@@ -73,13 +73,8 @@ class SFT(LanguagePolicy):
         return loss + balance
 
     def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
-        """Returns log π of the demonstrations' counted tokens, in nats, [1, m].
-
-        Args:
-            batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
-                rows are packed; ``seed`` of the dropout, in training.
-            entropy: return also the entropies.
-            accuracy: return also whether each token is the likeliest.
+        """Returns log π of the demonstrations' counted tokens, in nats, [1, m], and if asked for their entropies, and
+        whether each is the likeliest. The batch is the contract's ``DemonstrationBatch``.
         """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}

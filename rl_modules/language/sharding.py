@@ -24,11 +24,7 @@ Splitter = Callable[[nn.Module], Any]
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Sharding whose checkpoints are those of a run without: one file that a run resumes from under any strategy.
-
-    Lightning's strategy writes a folder, whose index is a pickle, or a file in which optimizer states are numbered
-    differently from other strategies.
-    """
+    """Sharding whose checkpoints are those of a run without: one file that a run resumes from under any strategy."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:

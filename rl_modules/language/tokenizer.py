@@ -21,10 +21,7 @@ _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``.
-
-    It adds no tokens to a text. Its alphabet is fixed, so models of different stages and tasks have the same tokens.
-    """
+    """Returns a tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``."""
     special = ["<pad>", "<eos>", "<unk>"]
     vocabulary = {token: i for i, token in enumerate([*special, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -20,9 +20,8 @@ def truncations_of(policy: Any) -> list[str]:
 
 
 def correction_of(policy: Any) -> str:
-    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample.
-
-    Unless the sampler returns what its filters kept: a completion's weight would fall exponentially with its length.
+    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample,
+    unless what filters kept is unknown: a completion's weight would fall exponentially with its length.
     """
     given: str | None = policy.hparams[_NAME]
     if given is not None:
