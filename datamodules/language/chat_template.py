@@ -1,17 +1,24 @@
 """Conversations as a tokenizer's chat template renders them: tools, arguments of calls, limits of time."""
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, groupby
 from typing import Any
 
+from datamodules.language.encoding import Messages
+from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 
-Messages = list[dict[str, Any]]
 #: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
 TEMPLATE_LIMIT_S = 5.0
+#: Characters that a message about a difference shows.
+_SHOWN = 20
+#: The tag at which a template begins to mark the assistant's text; transformers searches with the same expression.
+_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
 def render(
@@ -145,3 +152,98 @@ def why_no_beginning(turn: int, text: str, whole: str) -> str:
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Number of leading tokens, or characters, that two sequences share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# ---------------------------------------------------------------- conversations as tokens
+
+
+def answer_start(
+    encoder: Any, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int],
+    prefilled: bool,
+) -> int:  # fmt: skip
+    """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from its ``opened``
+    prompt, which may have more that opens the turn; what is rendered of the messages ``before`` must be the same.
+    """
+    start = common_length(opened, ids)
+    if start == len(opened) < len(ids):
+        return start
+    asked = encoder._opened(before, record, prefilled)
+    needed = len(asked) if prefilled else common_length(asked, encoder._render(before, record))
+    shared = common_length(asked, text)
+    if shared < needed or start == len(ids):
+        raise UsageError("the chat template renders the messages before an answer differently when it follows "
+                         f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
+                         "known where the answer begins; give another template, or for SFT one with {% generation "
+                         "%} blocks or completion_only_loss=false")  # fmt: skip
+    if not encoder.warned_of_cut:
+        encoder.warned_of_cut = True
+        notice(f"the chat template opens an answer with {encoder.tokenizer.decode(opened[start:])!r}, which a "
+               "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
+               "before it, completions are written after it")  # fmt: skip
+    return start
+
+
+def conversation(
+    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
+
+    The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
+    messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
+    """
+    added = len(encoder.messages(messages)) - len(messages)
+    messages, first = encoder.messages(messages), first + added
+    answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
+    flags = [counts(messages[i]) for i in answers]
+    if not any(flags):
+        raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
+    if _GENERATION.search(str(encoder.tokenizer.chat_template)):
+        return _by_own_mask(encoder, messages, record, first, flags)
+    return _by_prefixes(encoder, messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
+
+
+def _by_own_mask(
+    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool]
+) -> tuple[list[int], list[bool]]:
+    rendered = encoder._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
+    text = encoder._render(messages, record)
+    encoder._note_unknown([ids], [text])
+    if messages[-1]["role"] == "assistant":
+        refuse_loss(messages[-1], text)
+    if first:  # what the template renders of the messages before does not count
+        before = encoder._tokens([encoder._render(messages[:first], record)], False, note=False)[0]
+        shared = common_length(before, ids)
+        written[:shared] = [False] * shared
+    if not any(written):
+        raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
+                         "the template, or set completion_only_loss=false")  # fmt: skip
+    if not all(flags):
+        blocks = [list(places) for flag, places in groupby(range(len(ids)), written.__getitem__) if flag]
+        if len(blocks) != len(flags):
+            raise UsageError(f"the chat template marks {len(blocks)} passages of {len(flags)} assistant messages, "
+                             "so that those with weight 0 are not known; leave them out")  # fmt: skip
+        for i in chain(*(places for places, flag in zip(blocks, flags, strict=True) if not flag)):
+            written[i] = False
+    return ids, written
+
+
+def _by_prefixes(
+    encoder: Any, messages: Messages, record: Mapping[str, Any], turns: Sequence[int]
+) -> tuple[list[int], list[bool]]:
+    whole = encoder._render(messages, record)
+    ids = encoder._tokens([whole], False)[0]
+    written = [False] * len(ids)
+    for turn in turns:
+        before = messages[:turn]
+        opened = encoder._tokens([encoder._opened(before, record, False)], False, note=False)[0]
+        start, end = answer_start(encoder, before, record, opened, whole, ids, False), len(ids)
+        if turn + 1 < len(messages):
+            closed = encoder._render(messages[: turn + 1], record)
+            beginning = encoder._tokens([closed], False, note=False)[0]
+            end = len(beginning)
+            if ids[:end] != beginning:
+                raise UsageError(why_no_beginning(turn, closed, whole))
+        refuse_loss(messages[turn], whole)
+        written[start:end] = [True] * (end - start)
+    return ids, written

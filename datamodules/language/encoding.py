@@ -1,21 +1,11 @@
 """Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.chat_template import (
-    Messages,
-    common_length,
-    counts,
-    refuse_loss,
-    render,
-    why_no_beginning,
-)
 from datamodules.language.notices import notice
 from datamodules.language.records import place_of
 from datamodules.language.text import TAGS
@@ -24,8 +14,7 @@ from rl_modules.language.tokenizer import tokenizer_to_dict
 
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
-#: The tag at which a template begins to mark the assistant's text; transformers searches with the same expression.
-_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+Messages = list[dict[str, Any]]
 
 
 class TextEncoder:
@@ -46,7 +35,7 @@ class TextEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._unknown: dict[str, None] = {}
         self._reported = 0
-        self._warned_of_cut = False
+        self.warned_of_cut = False
 
     # ---------------------------------------------------------------- prompts and completions
 
@@ -84,6 +73,8 @@ class TextEncoder:
         with an opened turn. Without it answers are tokenized apart, as in generation, and end with the EOS token. A
         prompt's beginning is shared by its answers of all ``sides``.
         """
+        from datamodules.language.chat_template import answer_start, refuse_loss
+
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
         # A text goes through the chat template with an answer that does.
         asked = [prompt if all(isinstance(answer, str) for answer in answers) else self.messages(prompt)
@@ -109,7 +100,7 @@ class TextEncoder:
                     continue
                 with _of_record(columns[i], i):
                     before = self.messages(prompt)
-                    start = self._start(before, columns[i], opened[i], texts[i], ids[i], _is_prefilled(before))
+                    start = answer_start(self, before, columns[i], opened[i], texts[i], ids[i], _is_prefilled(before))
                     starts[i] = min(starts[i], start)
             wholes.append(ids)
         cut = [[row[start:] for row, start in zip(ids, starts, strict=True)] for ids in wholes]
@@ -136,30 +127,6 @@ class TextEncoder:
             return [*messages, *answer]
         content = messages[-1]["content"] + answer[0]["content"]
         return [*messages[:-1], {**messages[-1], **answer[0], "content": content}, *answer[1:]]
-
-    def _start(
-        self, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int], prefilled: bool
-    ) -> int:
-        """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from its ``opened``
-        prompt, which may have more that opens the turn; what is rendered of the messages ``before`` must be the same.
-        """
-        start = common_length(opened, ids)
-        if start == len(opened) < len(ids):
-            return start
-        asked = self._opened(before, record, prefilled)
-        needed = len(asked) if prefilled else common_length(asked, self._render(before, record))
-        shared = common_length(asked, text)
-        if shared < needed or start == len(ids):
-            raise UsageError("the chat template renders the messages before an answer differently when it follows "
-                             f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
-                             "known where the answer begins; give another template, or for SFT one with {% generation "
-                             "%} blocks or completion_only_loss=false")  # fmt: skip
-        if not self._warned_of_cut:
-            self._warned_of_cut = True
-            notice(f"the chat template opens an answer with {self.tokenizer.decode(opened[start:])!r}, which a "
-                   "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
-                   "before it, completions are written after it")  # fmt: skip
-        return start
 
     def text(self, text: str) -> list[int]:
         """Token ids of a whole text, with the tokenizer's own first token where it has one, and the EOS token."""
@@ -234,65 +201,10 @@ class TextEncoder:
     def conversation(
         self, messages: Messages, record: Mapping[str, Any], first: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
+        """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on."""
+        from datamodules.language.chat_template import conversation
 
-        The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
-        messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
-        """
-        added = len(self.messages(messages)) - len(messages)
-        messages, first = self.messages(messages), first + added
-        answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-        flags = [counts(messages[i]) for i in answers]
-        if not any(flags):
-            raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
-        if _GENERATION.search(str(self.tokenizer.chat_template)):
-            return self._by_own_mask(messages, record, first, flags)
-        return self._by_prefixes(messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
-
-    def _by_own_mask(
-        self, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool]
-    ) -> tuple[list[int], list[bool]]:
-        rendered = self._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
-        text = self._render(messages, record)
-        self._note_unknown([ids], [text])
-        if messages[-1]["role"] == "assistant":
-            refuse_loss(messages[-1], text)
-        if first:  # what the template renders of the messages before does not count
-            before = self._tokens([self._render(messages[:first], record)], False, note=False)[0]
-            shared = common_length(before, ids)
-            written[:shared] = [False] * shared
-        if not any(written):
-            raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
-                             "the template, or set completion_only_loss=false")  # fmt: skip
-        if not all(flags):
-            blocks = [list(places) for flag, places in groupby(range(len(ids)), written.__getitem__) if flag]
-            if len(blocks) != len(flags):
-                raise UsageError(f"the chat template marks {len(blocks)} passages of {len(flags)} assistant messages, "
-                                 "so that those with weight 0 are not known; leave them out")  # fmt: skip
-            for i in chain(*(places for places, flag in zip(blocks, flags, strict=True) if not flag)):
-                written[i] = False
-        return ids, written
-
-    def _by_prefixes(
-        self, messages: Messages, record: Mapping[str, Any], turns: Sequence[int]
-    ) -> tuple[list[int], list[bool]]:
-        whole = self._render(messages, record)
-        ids = self._tokens([whole], False)[0]
-        written = [False] * len(ids)
-        for turn in turns:
-            before = messages[:turn]
-            opened = self._tokens([self._opened(before, record, False)], False, note=False)[0]
-            start, end = self._start(before, record, opened, whole, ids, False), len(ids)
-            if turn + 1 < len(messages):
-                closed = self._render(messages[: turn + 1], record)
-                beginning = self._tokens([closed], False, note=False)[0]
-                end = len(beginning)
-                if ids[:end] != beginning:
-                    raise UsageError(why_no_beginning(turn, closed, whole))
-            refuse_loss(messages[turn], whole)
-            written[start:end] = [True] * (end - start)
-        return ids, written
+        return conversation(self, messages, record, first)
 
     def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
         """Token ids of a whole conversation."""
@@ -306,6 +218,8 @@ class TextEncoder:
         return str(self._render(messages, record, **how))
 
     def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
+        from datamodules.language.chat_template import render  # only those who render need it
+
         return render(self.tokenizer, messages, record, self.chat_template_kwargs, **how)
 
     # ---------------------------------------------------------------- tokens

@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from datamodules.language.chat_template import Messages, common_length
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.chat_template import common_length
+from datamodules.language.encoding import Messages, TextEncoder
 from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 
