@@ -18,8 +18,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
-from rl_modules.core.resume import accumulated_gradients
-from rl_modules.core.seams import BatchCheck
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
     check_router_loss,
@@ -356,6 +354,8 @@ class LanguageModule(LanguageMetrics):
         super()._setup(stage)
         trainer: Any = self.trainer
         if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
+            from rl_modules.core.seams import BatchCheck
+
             trainer.callbacks = [*trainer.callbacks, BatchCheck()]
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -403,6 +403,8 @@ class LanguageModule(LanguageMetrics):
         return {name for prefix in prefixes for name in frozen_parameters(self, prefix)}
 
     def gradients_so_far(self) -> dict[str, Tensor]:
+        from rl_modules.core.resume import accumulated_gradients
+
         gradients = accumulated_gradients(self) if self.is_fitting else {}
         if is_sharded(self.model):  # and averaged already
             from rl_modules.language.sharding import whole

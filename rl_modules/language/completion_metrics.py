@@ -60,10 +60,11 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
         if advantage.ndim == 2:
             advantage = F.masked_mean(advantage, written_mask(rollout), 1)
         module.write_completions(rollout, advantage=advantage)
-        from rl_modules.loggers import adapters
+        if module.trainer.loggers and module.trainer.is_global_zero:
+            from rl_modules.loggers import adapters
 
-        for adapter in adapters(module.trainer) if module.trainer.is_global_zero else ():
-            adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
+            for adapter in adapters(module.trainer):
+                adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 
 
 def quantile(values: Tensor, q: float) -> Tensor:

@@ -191,7 +191,7 @@ class LanguagePolicy(LanguageModule):
         for name, column, counts, n in columns:
             self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
         self.log_logged(batch.get("logged", {}))
-        if batch_idx == 0 and self.trainer.is_global_zero and self.trainer.loggers:
+        if batch_idx == 0 and self.trainer.is_global_zero:
             table = {"prompt": batch["prompts"], "completion": batch["texts"]}
             table |= {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
             self.write_table("eval/completions", with_logged_columns(table, batch))
@@ -206,10 +206,11 @@ class LanguagePolicy(LanguageModule):
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
         """Writes a table to every logger that supports tables, at the current optimizer step."""
-        from rl_modules.loggers import adapters
+        if self.trainer.loggers:
+            from rl_modules.loggers import adapters
 
-        for adapter in adapters(self.trainer):
-            adapter.write_table(name, columns, rows, self.trainer.global_step)
+            for adapter in adapters(self.trainer):
+                adapter.write_table(name, columns, rows, self.trainer.global_step)
 
 
 def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:

@@ -295,7 +295,7 @@ class PolicyWithReference(LanguagePolicy):
     def table_is_due(self) -> bool:
         """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
         step = self.trainer.global_step
-        if not (self.completions_steps and self.trainer.loggers) or step < self._table_due_at:
+        if not self.completions_steps or step < self._table_due_at:
             return False
         self._table_due_at = step - step % self.completions_steps + self.completions_steps
         return True
