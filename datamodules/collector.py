@@ -26,9 +26,8 @@ if TYPE_CHECKING:  # imported where a policy has a memory, and where something i
 class Collector(Stateful):
     """Collects experience from a vector of environments, in order of time, under any autoreset mode.
 
-    The first ``collect`` resets the environments with one seed each, the ``streams``. ``normalizers`` are updated with
-    every step. With ``sign_reward`` the rewards' signs are learned from, with ``returns_raw`` rollouts hold
-    observations and rewards as they were; episode statistics always have the rewards themselves.
+    The first ``collect`` resets them with the ``streams``. With ``sign_reward`` the rewards' signs are learned from,
+    with ``returns_raw`` rollouts hold observations and rewards as they were.
     """
 
     episodes: EpisodeStatistics = persistent()

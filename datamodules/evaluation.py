@@ -59,28 +59,10 @@ def run_episodes(
     max_steps: int = 100_000,
     name: str | None = None,
 ) -> dict[str, Tensor]:
-    """Plays ``n_episodes`` whole episodes.
+    """Plays whole episodes, the same for the same ``streams``; each environment plays a number fixed beforehand.
 
-    Every environment plays a number fixed beforehand, so that short episodes are not counted more often than long
-    ones. The same streams give the same episodes.
-
-    Args:
-        policy: has ``predict``.
-        envs: a vector of :class:`~datamodules.envs.episodes.SeededEpisodes`, or one of the user's or an engine, which
-            gets the first seed.
-        streams: one seed per environment.
-        n_episodes: how many.
-        deterministic: the policy's most likely actions instead of samples.
-        max_steps: steps after which an episode is cut, and its environment plays no further ones, with a warning.
-        name: the environment's, for messages; None: the vector's class.
-
-    Returns:
-        ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions); where episodes are
-        seeded one by one, ``seed`` [E] int64 (``env.reset(seed=...)`` repeats the episode's start); where an episode
-        ended with ``is_success``, ``success`` [E] float32, 1 or 0.
-
-    Raises:
-        UsageError: a NaN or infinite reward or observation, or environments that failed.
+    Returns ``return`` [E] float32, ``length`` [E] int64, ``seed`` [E] int64 where episodes are seeded one by one, and
+    ``success`` [E] float32, 1 or 0, where one ended with ``is_success``. Episodes are cut after ``max_steps``.
     """
     n_envs, name = envs.num_envs, name or type(envs).__name__
     boundary = Boundary(envs, name)

@@ -12,12 +12,7 @@ from rl_modules.common.errors import UsageError
 
 
 class FrameReplayBuffer(ReplayBuffer):
-    """A :class:`~datamodules.buffers.ReplayBuffer` of observations that are stacks of k frames, the newest last.
-
-    A row holds the newest frame of its observation; the stack is the rows r-k+1 … r. An episode's first stack takes k
-    rows. Hence a sampled stack equals the observed one, byte for byte, across episodes' ends, truncation and n-step
-    targets, in a k-th of the memory.
-    """
+    """A buffer of stacks of k frames: a row is a frame, the stack is the rows r-k+1 … r, a new episode takes k."""
 
     def __init__(
         self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int

@@ -16,12 +16,7 @@ _OWN = ("_trainer", "_modules", "_parameters", "_buffers", "training")
 
 
 class CollectedAhead:
-    """The next rollout, collected by a copy of the policy while the policy itself trains.
-
-    The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
-    runs: runs with the same seed are equal, and a run resumes exactly. Its rows are one update older than those of a
-    rollout that is collected after training.
-    """
+    """The next rollout, collected by a copy of the policy as it was at :meth:`begin`, while the policy trains."""
 
     def __init__(self, collect: Callable[[Act], Rollout]) -> None:
         self._collect = collect

@@ -16,11 +16,7 @@ from rl_modules.fast.updates import NUMBERS, Recorded
 
 
 class RecordedIteration(Recorded):
-    """One rollout and all updates on it, as :class:`~datamodules.rollout.RolloutDataModule` and Lightning make them.
-
-    Everything that an iteration leaves to the next is in tensors that stay where they are: the environments' states,
-    weights, the optimizer's moments, and the statistics of episodes, which :meth:`read_episodes` brings to the host.
-    """
+    """One rollout and all updates on it, on tensors that stay where they are, for a recording."""
 
     def __init__(self, data: Any) -> None:
         module, collector = data.learner, data.collector

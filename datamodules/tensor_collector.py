@@ -19,15 +19,7 @@ from rl_modules.core.state import Stateful
 
 
 class TensorCollector(Collector):
-    """Collects rollouts from environments that take and return torch tensors, without conversion to NumPy.
-
-    Rewards and ends go to the host once per rollout, for the statistics of episodes, and so do the statistics of
-    observations and returns, which stay as they are during a rollout. Arguments as for
-    :class:`~datamodules.collector.Collector`.
-
-    A vector that resets in the same step must put the final observations into ``info["final_obs"]``: a batch of them,
-    [N, …], whose rows count where an episode ended.
-    """
+    """Collects rollouts from environments of torch tensors; numbers go to the host once per rollout."""
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""

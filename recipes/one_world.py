@@ -52,14 +52,7 @@ CONTROL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class ExactRegret(L.Callback):
-    """Writes the exact regret after an epoch, every ``every`` steps of the maze.
-
-    Args:
-        value: from the module and its datamodule to the policy's exact return.
-        steps: the steps taken so far.
-        best: the best return.
-        every: steps between two measurements.
-    """
+    """Writes ``best`` minus the policy's exact ``value``, after an epoch, every ``every`` ``steps`` of the maze."""
 
     def __init__(self, value: Any, steps: Any, best: float, every: int) -> None:
         self.value, self.steps, self.best, self.every = value, steps, best, every

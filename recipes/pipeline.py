@@ -22,14 +22,7 @@ RECORD = "stage.json"
 
 
 class Pipeline:
-    """A folder of stages. A completed stage is skipped, a stopped one resumes.
-
-    ``folder/<stage>/stage.json`` records a stage's settings. Other settings for an existing stage, or an earlier stage
-    that ran again since, are an error, so that results of two pipelines are never mixed.
-
-    Args:
-        folder: of the whole pipeline; created if it does not exist.
-    """
+    """A folder of stages with their settings in ``stage.json``: completed ones are skipped, stopped ones resume."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -50,21 +43,9 @@ class Pipeline:
         settings: Any = None,
         after: Sequence[Path] = (),
     ) -> Path:
-        """Runs a stage, unless it is completed.
+        """Runs a stage, unless it is completed, and returns its folder, in which ``run`` writes the ``outputs``.
 
-        Args:
-            name: name of its folder.
-            run: writes the outputs into the given folder; called again after an interruption.
-            outputs: files or folders that ``run`` writes.
-            settings: plain data on which the outputs depend.
-            after: folders of the stages whose outputs it reads.
-
-        Returns:
-            The stage's folder.
-
-        Raises:
-            UsageError: the folder holds the stage with other settings or from another run of an earlier stage, or the
-                stage ended without its outputs.
+        Refuses other plain ``settings`` than the folder's, and stages ``after`` that ran again since.
         """
         folder = self.folder / name
         wanted = json.loads(
@@ -113,17 +94,7 @@ class Pipeline:
     def fit(
         self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()
     ) -> Path:
-        """Runs a stage of one ``rl fit`` and an export.
-
-        Args:
-            name: the stage's name.
-            config: a YAML file, or the name of an installed config.
-            arguments: further options of ``rl fit``, by dotted name: ``{"model.learning_rate": 1e-4}``.
-            after: folders of the stages whose outputs it reads.
-
-        Returns:
-            The model's directory, ``folder/<stage>/model``; curves and checkpoints are in ``folder/<stage>/run``.
-        """
+        """Runs a stage of ``rl fit`` with options by dotted name, and an export; returns the model's directory."""
         given = dict(arguments or {})
 
         def run(folder: Path) -> None:
@@ -148,17 +119,7 @@ class Pipeline:
 
     def evaluate(self, name: str, run: Callable[[], dict[str, float]], settings: Any = None,
                  after: Sequence[Path] = ()) -> dict[str, float]:  # fmt: skip
-        """Runs a stage that measures.
-
-        Args:
-            name: the stage's name.
-            run: returns the metrics.
-            settings: plain data on which the metrics depend.
-            after: folders of the stages whose outputs it reads.
-
-        Returns:
-            The metrics, from ``folder/<stage>/metrics.json``.
-        """
+        """Runs a stage that measures; returns the metrics, which ``metrics.json`` holds."""
 
         def write(folder: Path) -> None:
             (folder / "metrics.json").write_text(json.dumps(run(), indent=1), "utf-8")

@@ -136,12 +136,7 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
-    """Writes pairs of the policy's completions of training prompts: right ones preferred to wrong ones, then short to
-    long.
-
-    This judge replaces people, who prefer an answer that is right and short. Nine tenths of the prompts go to
-    ``train.jsonl``, the others to ``test.jsonl``.
-    """
+    """Writes pairs of completions of training prompts, right before wrong, short before long; a tenth to test."""
     from rl_modules.common.seeding import stream_seed
 
     policy = load_policy(config, arguments)

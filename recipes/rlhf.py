@@ -225,13 +225,7 @@ def write_preferences(
     comparisons: int,
     folder: Path,
 ) -> None:
-    """Writes pairs of the policy's completions, compared by the task with noise, as people would.
-
-    A reward model that has seen only good completions is easily exploited, because it does not know bad ones. Samples
-    therefore have several temperatures, as Stiennon et al. compare samples of several policies. Each completion is
-    compared with several others, as Ouyang et al. compare all pairs of a prompt's completions, because completions cost
-    more than comparisons.
-    """
+    """Writes pairs of completions at several temperatures, each in several comparisons by the task with noise."""
     from rl_modules.common.seeding import stream_seed
 
     policy = load_policy(config, arguments)

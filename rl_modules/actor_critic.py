@@ -70,11 +70,7 @@ class ActorCriticModule(ControlModule):
         )  # fmt: skip
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
-        """Returns π(·|s) and V(s), [B], for a batch of observations. A network may return a ``torch.distributions``
-        object.
-
-        An observation's ``action_mask`` restricts the distribution and is not an input of the network.
-        """
+        """Returns π(·|s) and V(s), [B]; an observation's ``action_mask`` restricts the one, and no network reads it."""
         mask = None
         if isinstance(observation, dict):
             observation, mask = split_mask(observation)
@@ -106,11 +102,7 @@ class ActorCriticModule(ControlModule):
     # ---------------------------------------------------------------- over ranks
 
     def whiten(self, x: Tensor) -> Tensor:
-        """``(x - mean) / (std + 1e-8)`` over all ranks, [B]; a single number stays as it is.
-
-        All ranks call it together, whatever their numbers of rows. Caches the result: a repeated call with the same
-        tensor returns it. If a rollout is a single minibatch, later passes then need no communication between ranks.
-        """
+        """``(x - mean) / (std + 1e-8)`` over all ranks, which call it together, [B]; kept for the same tensor."""
         if self._is_alone and len(x) < 2:
             return x
         if self._whitened is None or self._whitened[0] is not x:

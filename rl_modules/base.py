@@ -324,11 +324,7 @@ class ControlModule(Algorithm):
         raise UsageError(f"{type(self).__name__} must define prepare")
 
     def end_rollout(self, rollout: Minibatch) -> None:
-        """Called once after the last minibatch of each rollout, before a checkpoint is written; does nothing here.
-
-        Args:
-            rollout: what :meth:`prepare` returned, flat over its transitions.
-        """
+        """Called after a rollout's last minibatch, before a checkpoint, with what :meth:`prepare` returned, flat."""
 
     def finish_rollout(self) -> None:
         """Calls :meth:`end_rollout` where a rollout has no further minibatch, once."""
@@ -386,11 +382,7 @@ class ControlModule(Algorithm):
 
     @contextmanager
     def sampling_from(self, seed: int) -> Iterator[None]:
-        """Makes :meth:`predict` draw its samples from a separate random stream, as an evaluation does.
-
-        Args:
-            seed: seed of the stream; outside of the context, ``predict`` continues its own stream.
-        """
+        """Makes :meth:`predict` draw its samples from a stream of this seed within the context."""
         kept, self._predict_generator = self._predict_generator, torch.Generator(self.device).manual_seed(seed)
         try:
             yield
@@ -404,11 +396,7 @@ class ControlModule(Algorithm):
     # ---------------------------------------------------------------- curves
 
     def record(self, **metrics: Tensor | float) -> None:
-        """Adds scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
-
-        Any number of names, in any subset of the updates. Does nothing in epochs that are not logged, nor in
-        evaluations, which call ``act`` too.
-        """
+        """Adds scalars of one minibatch to the epoch's means, ``train/<name>``; does nothing in evaluations."""
         evaluates = self._trainer is not None and self._trainer.evaluating
         if self.logs_this_epoch and not evaluates:
             self._means.add({f"train/{name}": value for name, value in metrics.items()})

@@ -139,11 +139,7 @@ class CSVAdapter(LoggerAdapter):
 
 
 class WandbAdapter(LoggerAdapter):
-    """Weights & Biases: tables and histograms of its own. A resumed run continues the run of the checkpoint's id.
-
-    The points between the checkpoint and the kill are then written twice with the same values, because points that were
-    sent to the service can't be deleted.
-    """
+    """Weights & Biases: tables and histograms; a resumed run repeats the points since its checkpoint."""
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         import wandb

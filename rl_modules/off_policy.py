@@ -199,16 +199,7 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- updates
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns the error of the critics, a scalar.
-
-        Args:
-            q: what the critics predict, [K, B].
-            target: [B].
-            weight: importance weights of prioritised replay, [B].
-
-        Raises:
-            ValueError: a target of another shape, such as [B, 1], which would be broadcast.
-        """
+        """Returns the error of the critics, a scalar, from q [K, B], targets [B] and importance weights [B] or None."""
         if target.shape != q.shape[1:]:
             raise ValueError(f"td_target has shape {tuple(target.shape)}, expected {tuple(q.shape[1:])}, one number "
                              "per transition")  # fmt: skip
@@ -220,14 +211,7 @@ class OffPolicyActorCritic(ControlModule):
         return gradients(loss, parameters)
 
     def step(self, parameters: Sequence[Tensor], gradients: Iterable[Any]) -> None:
-        """One step of the optimizer for some of its parameters, after the hooks ``on_after_backward`` and
-        ``on_before_optimizer_step``.
-
-        Args:
-            parameters: those to change; none: all are frozen, and nothing happens.
-            gradients: one of each, over this rank's minibatch, or None; averaged over ranks, and clipped to the global
-                norm ``max_grad_norm`` where a subclass sets one.
-        """
+        """One step of the optimizer for some parameters, by a gradient of each or None, averaged and clipped."""
         if not parameters:
             return
         # After `manual_backward`, DDP would wait for the gradients of the parameters that are left out.

@@ -28,20 +28,9 @@ def episode_seed(stream: int, episode: int) -> int:
 class SeededEpisodes(gym.Wrapper):
     """Seeds every episode from the environment's stream, and records its actions.
 
-    ``reset(seed=s)`` starts the stream ``s`` at its episode 0; ``reset()`` begins the next episode. Episode k is reset
-    with ``episode_seed(s, k)``, so that it can be repeated alone. ``episode_state`` holds stream, number and actions;
-    setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
-    ``set_attr``, in this process or in others.
-
-    An asynchronous vector that resets in the step after an episode's end stores the end in its workers, where it can't
-    be set from outside. A state with ``resets_next`` true therefore makes the next ``step`` reset, once.
-
-    If a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may continue the game
-    of the previous one. ``episode_state`` then holds the whole game: the number of its first episode, all actions, and
-    the numbers of actions after which it was reset.
-
-    With ``expects_no_masks`` the environment had no action mask after a reset; one after a step is then refused,
-    because the policy would act without it.
+    ``reset(seed=s)`` starts stream ``s`` at episode 0, ``reset()`` begins the next; episode k has its own seed.
+    Setting ``episode_state``, of stream, number and actions, repeats an episode, or a game whose lives are
+    episodes; with ``resets_next`` the next step resets. ``expects_no_masks``: a mask after a step is refused.
     """
 
     def __init__(self, env: gym.Env, expects_no_masks: bool = False) -> None:

@@ -48,11 +48,7 @@ def step_schedulers_of_epochs(module: Any) -> None:
 
 
 def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
-    """Raises the exception that ended a fit before its training, instead of writing a checkpoint of it.
-
-    ``OnExceptionCheckpoint`` overwrites the checkpoint of an earlier exception, from which its next fit resumes. A
-    wrong argument would therefore destroy that run's checkpoint.
-    """
+    """Raises the exception that ended a fit before its training: its checkpoint would overwrite an earlier run's."""
     error = sys.exc_info()[1]
     if error is not None and not has_begun and trainer is not None and trainer.interrupted:
         raise error
@@ -131,9 +127,7 @@ def finish_batch(trainer: Any) -> None:
 def begin_next_epoch(trainer: Any) -> None:
     """Lets a run that resumes from an epoch's end begin with the next epoch's first batch.
 
-    Where ``max_steps`` is given, Lightning takes a finished epoch for an unfinished one. Unless an evaluation is due at
-    its end, Lightning trains on one more batch in that epoch. With accumulated gradients, this batch alone makes an
-    optimizer step.
+    Under ``max_steps`` Lightning takes the epoch for an unfinished one, and trains on one more batch in it.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
@@ -160,11 +154,7 @@ def begin_next_epoch(trainer: Any) -> None:
 
 
 def _skip_end_of_batch(batches: Any) -> None:
-    """Lets a run that resumes between two batches begin with the next one.
-
-    Where an evaluation was due after the batch before, Lightning skips the evaluation but ends that batch again: it
-    counts another step, and schedulers that wait for a metric step again.
-    """
+    """Lets a run that resumes between two batches begin with the next; Lightning would end the one before again."""
 
     def once(data_fetcher: Any) -> bool:
         del batches._should_check_val_fx

@@ -38,13 +38,7 @@ def _fused_adam(*lists: Any, **settings: Any) -> None:
 
 
 class FusedAdam(torch.optim.Adam):
-    """``torch.optim.Adam(..., fused=True)`` for small networks on one device: equal to it bit for bit.
-
-    It leaves out the sorting by device and dtype, CUDA graphs and loss scaling, and opens the profiler's scope only
-    while a profiler runs.
-
-    Source: Kingma & Ba 2015, arXiv:1412.6980.
-    """
+    """``torch.optim.Adam(..., fused=True)`` for small networks on one device, without sorting: equal bit for bit."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, eps: float = 1e-8) -> None:
         super().__init__(params, lr=lr, eps=eps, fused=True)

@@ -128,10 +128,7 @@ def full_precision(x: Tensor) -> Tensor:
 
 
 def last_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)`` in float32 at least, under autocast too.
-
-    Greedy actions and advantages are differences of values, and bfloat16's numbers around 90 are half a unit apart.
-    """
+    """``layer(x)`` in float32 at least, under autocast too: bfloat16's numbers around 90 are half a unit apart."""
     if not torch.is_autocast_enabled(x.device.type):
         return full_precision(call(layer, x))
     with torch.autocast(x.device.type, enabled=False):

@@ -64,11 +64,7 @@ class NatureCNN(nn.Module):
         return tuple(map(type, parts)) == _TYPES and not any(map(is_hooked, parts))
 
     def _with_channels_last(self, image: Tensor) -> Tensor:
-        """Computes the same as ``forward``, 1.6 times as fast forward and backward on a CPU.
-
-        With the channels last in memory oneDNN's convolutions need not reorder their gradients, the weights of the
-        first one are scaled instead of all pixels, and oneDNN multiplies the last layer's matrices.
-        """
+        """Computes the same as ``forward``, 1.6 times as fast on a CPU, where oneDNN need not reorder gradients."""
         head: Any = self.head[0]
         x = image.to(torch.float32, memory_format=torch.channels_last)
         for i in (0, 2, 4):
