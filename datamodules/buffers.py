@@ -71,6 +71,9 @@ class ReplayBuffer(Stateful):
         self.filled = 0
         #: Called by :meth:`add` with the rollout and the returned row numbers.
         self.on_added: Callable[[Batch, Tensor, Tensor], None] | None = None
+        # The rows on a device, and the numbers of those that have changed since they were copied there.
+        self._there: dict[str, Any] | None = None
+        self._changed: list[np.ndarray] = []
 
     @property
     def rows_per_step(self) -> int:
@@ -111,7 +114,8 @@ class ReplayBuffer(Stateful):
         return self._announce(rollout, at, blocked)
 
     def _announce(self, rollout: Batch, at: np.ndarray, blocked: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Calls ``on_added`` and returns the row numbers that :meth:`add` returns."""
+        """Calls ``on_added`` and returns the row numbers that :meth:`add` returns; each row that it wrote is one."""
+        self._note_changes(at, blocked)
         changes = torch.from_numpy(at), torch.from_numpy(blocked)
         if self.on_added is not None:
             self.on_added(rollout, *changes)
@@ -130,6 +134,34 @@ class ReplayBuffer(Stateful):
         self.valid.numpy()[(head * self.n_envs + environment)[moves]] = False
         self.head = torch.from_numpy(head)
 
+    # ---------------------------------------------------------------- rows on a device
+
+    def copy_to(self, device: torch.device) -> None:
+        """Also keeps the rows on a device, where :meth:`gather` then takes them from; changes follow with its calls."""
+        self._there = tree_map(lambda x: torch.zeros_like(x, device=device), self._here)
+        self._note_changes(np.arange(self.filled * self.n_envs))
+
+    @property
+    def _here(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("observation", "action", "reward", "terminated", "valid")}
+
+    def _note_changes(self, *rows: np.ndarray) -> None:
+        if self._there is not None:
+            self._changed += rows
+
+    def _rows(self) -> dict[str, Any]:
+        """The rows' fields where transitions are gathered, as they are now."""
+        if self._there is None:
+            return self._here
+        if self._changed:
+            rows = torch.from_numpy(np.unique(np.concatenate(self._changed)))
+            self._changed = []
+            at = rows.to(self._there["reward"].device, non_blocking=True)
+            tree_map(
+                lambda x, y: y.index_copy_(0, at, x[rows].to(y.device, non_blocking=True)), self._here, self._there
+            )
+        return self._there
+
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Returns transitions over up to ``n_steps`` steps from the flat numbers of M valid rows, ``index``:
         observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 after the end), n_steps
@@ -137,27 +169,29 @@ class ReplayBuffer(Stateful):
 
         A transition has fewer steps if its episode or the stored experience ends before; it then bootstraps from there.
         """
+        rows = self._rows()
+        index = index.to(rows["reward"].device, non_blocking=True)
         if n_steps == 1:
-            reward, steps, last = self.reward[index, None], torch.ones_like(index), index
+            reward, steps, last = rows["reward"][index, None], torch.ones_like(index), index
         else:
-            window = (index[:, None] + torch.arange(n_steps) * self.n_envs) % self.total
+            window = (index[:, None] + torch.arange(n_steps, device=index.device) * self.n_envs) % self.total
             # The row after an episode's end, or after the newest transition, is not valid.
-            alive = self.valid[window].cumprod(1)
-            reward, steps = torch.where(alive.bool(), self.reward[window], 0.0), alive.sum(1)
+            alive = rows["valid"][window].cumprod(1)
+            reward, steps = torch.where(alive.bool(), rows["reward"][window], 0.0), alive.sum(1)
             last = (index + (steps - 1) * self.n_envs) % self.total
         successor = (last + self.n_envs) % self.total
         return {
-            "observation": self.observations_at(index),
-            "action": self.action[index],
+            "observation": self.observations_at(index, rows["observation"]),
+            "action": rows["action"][index],
             "reward": reward,
             "n_steps": steps,
-            "terminated": self.terminated[last],
-            "next_observation": self.observations_at(successor),
+            "terminated": rows["terminated"][last],
+            "next_observation": self.observations_at(successor, rows["observation"]),
         }
 
-    def observations_at(self, index: Tensor) -> Any:
-        """Observations by their flat numbers, [M, *obs]."""
-        return tree_map(lambda x: x[index], self.observation)
+    def observations_at(self, index: Tensor, stored: Any = None) -> Any:
+        """Observations by their flat numbers, [M, *obs], from all that are ``stored``; None: on the host."""
+        return tree_map(lambda x: x[index], self.observation if stored is None else stored)
 
     def rows_to_save(self) -> Tensor:
         """Flat numbers of the rows that a checkpoint holds, at least one transition of each environment."""
@@ -196,6 +230,7 @@ class ReplayBuffer(Stateful):
         tree_map(lambda store, x: fill(store, x, "observation"), self.observation, state["observation"])
         for name in self.stores:
             fill(getattr(self, name), state[name], name)
+        self._note_changes(np.arange(self.total))
         self.head = like(state["head"], self.head, "head").clone()
 
 
@@ -224,6 +259,29 @@ def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> Non
 
 
 # ---------------------------------------------------------------- the buffer of a run
+
+
+#: Share of a device's free memory that rows may take there by default.
+DEVICE_SHARE = 0.25
+
+
+def place_buffer(data: Any) -> None:
+    """Copies a datamodule's buffer to the Trainer's device where ``buffer_device`` asks for it."""
+    device, given = data.learner_trainer.strategy.root_device, data.buffer_device
+    on_host = {
+        "n_sampled_goal": data.hparams.n_sampled_goal,
+        "norm_obs": data.norm_obs,
+        "norm_reward": data.norm_reward,
+    }
+    reading = [name for name, is_used in on_host.items() if is_used]
+    if given == "accelerator" and reading:
+        raise UsageError(f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
+                         "the host; leave one of them out")  # fmt: skip
+    if given == "auto" and device.type == "cuda" and not reading:
+        size = sum(x.numel() * x.element_size() for x in tree_leaves(data.replay._here))
+        given = "accelerator" if size <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] else "cpu"
+    if given == "accelerator" and device.type != "cpu":
+        data.replay.copy_to(device)
 
 
 def make_buffer(data: Any) -> ReplayBuffer:

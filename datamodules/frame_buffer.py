@@ -99,10 +99,10 @@ class FrameReplayBuffer(ReplayBuffer):
         raise UsageError("share_frames=True: an observation's older frames are not those of the observation before; "
                          "put FrameStackObservation last among the wrappers, or leave share_frames out")  # fmt: skip
 
-    def observations_at(self, index: Tensor) -> Tensor:
+    def observations_at(self, index: Tensor, stored: Any = None) -> Tensor:
         """Observations by their flat numbers, [M, k, *frame]."""
-        rows = (index[:, None] + self._offsets) % self.total
-        return self.observation[rows]
+        rows = (index[:, None] + self._offsets.to(index.device, non_blocking=True)) % self.total
+        return (self.observation if stored is None else stored)[rows]
 
 
 def stack_size(space: spaces.Space) -> int:

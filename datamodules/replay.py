@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
-from datamodules.buffers import ReplayBuffer, announce_memory, make_buffer
+from datamodules.buffers import ReplayBuffer, announce_memory, make_buffer, place_buffer
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.experience import LazyLoader, preparation, resumed_position
 from datamodules.hindsight import STRATEGIES, check_hindsight
@@ -118,6 +118,10 @@ class ReplayDataModule(ControlDataModule):
     goal_selection_strategy: str = setting(
         "future", "which goal: the one reached after a random later step (``future``), at the end of the episode "
         "(``final``), or after any of its steps (``episode``)", one_of=STRATEGIES, attribute="")  # fmt: skip
+    buffer_device: str = setting(
+        "auto", "where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
+        "Trainer's device, to which each round's new rows are sent; ``auto``: on CUDA where the copy takes at most a "
+        "quarter of the free memory. The draws are the same", one_of=("auto", "cpu", "accelerator"))  # fmt: skip
     checkpoint_buffer_size: int | None = setting(
         None, "number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
         "A run resumed from fewer rows differs from the uninterrupted run", least=1)  # fmt: skip
@@ -205,6 +209,7 @@ class ReplayDataModule(ControlDataModule):
         else:
             self.sampler = UniformSampler(self.replay, seed)
         self.replay.on_added = self._on_added
+        place_buffer(self)
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -277,7 +282,7 @@ class ReplayDataModule(ControlDataModule):
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             if begin_episodes is not None and self.collector.episode_start.any():
                 begin_episodes(self.collector.episode_start)
-            acted = policy_act(tree_map(lambda x: x.to(device), observation), generator)
+            acted = policy_act(tree_map(lambda x: x.to(device, non_blocking=True), observation), generator)
             if not self._has_acted:
                 self._has_acted = True
                 require_action(acted)
@@ -380,7 +385,7 @@ class ReplayDataModule(ControlDataModule):
             beta = self.beta0 + (1.0 - self.beta0) * share_done
             over_ranks = self._largest_over_ranks if self._world_size > 1 else None
             sample.update(index=index, weight=self.sampler.weights(index, beta, over_ranks))
-        sample = tree_map(lambda x: x.to(module.device), sample)
+        sample = tree_map(lambda x: x.to(module.device, non_blocking=True), sample)
         if not self._parts:  # a resumed run draws before it collects
             self._parts = list(module.modules())
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():

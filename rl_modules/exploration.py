@@ -25,7 +25,7 @@ def epsilon_greedy(
         random = torch.randint(int(action_space.n), (len(greedy),), generator=generator, device=device)
     else:
         random = sample_allowed(action_space, mask.to(device), generator)
-    return torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)
+    return torch.where(*(x.to(greedy.device, non_blocking=True) for x in (explores, random)), greedy)
 
 
 def decay_exploration(module: Any, progress_remaining: float) -> None:

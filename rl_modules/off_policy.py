@@ -188,7 +188,9 @@ class OffPolicyActorCritic(ControlModule):
         kept: Any = {k: x for k, x in sample.items() if k != "n_steps"}
         kept["action"] = self.network.bounds.from_box(sample["action"])
         kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
-        kept["noise"] = self._noise(len(kept["reward"]), *self.noise_shape()).to(kept["reward"].device)
+        kept["noise"] = self._noise(len(kept["reward"]), *self.noise_shape()).to(
+            kept["reward"].device, non_blocking=True
+        )
         return kept
 
     def _noise(self, *shape: int) -> Tensor:
