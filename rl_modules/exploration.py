@@ -25,7 +25,8 @@ def epsilon_greedy(
         random = torch.randint(int(action_space.n), (len(greedy),), generator=generator, device=device)
     else:
         random = sample_allowed(action_space, mask.to(device), generator)
-    return torch.where(*(x.to(greedy.device, non_blocking=True) for x in (explores, random)), greedy)
+    explores, random = (x.to(greedy.device, non_blocking=True) for x in (explores, random))
+    return torch.where(explores, random, greedy)
 
 
 def decay_exploration(module: Any, progress_remaining: float) -> None:
