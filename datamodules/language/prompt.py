@@ -243,7 +243,8 @@ class PromptDataModule(LanguageDataModule):
             rows.sort(key=lengths.total.__getitem__)
         size = self.batch_size // n_micro
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-        learned = [lengths.kept(part) for part in parts]
+        # At least one row, so that every rank makes the same steps.
+        learned = [[row for row in part if lengths.keep[row]] or part[:1] for part in parts]
         sizes = [len(part) for part in [*parts, *learned]]
         numbers = [row for part in [*parts, *learned] for row in part]
         on_device = torch.tensor(numbers, dtype=torch.int64)

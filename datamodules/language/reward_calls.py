@@ -251,7 +251,9 @@ class RewardFunctions(Stateful):
             middle = (start + stop) // 2
             pieces = [(i, i + 1) for i in range(start, stop)] if alone else [(start, middle), (middle, stop)]
             return [value for piece in pieces for value in self._scores(call, *piece)]
-        if not _is_sequence(values):
+        # A set has no order, a tensor or array without dimensions no length.
+        is_other = isinstance(values, str | bytes | dict | Set) or getattr(values, "ndim", 1) == 0
+        if is_other or not (hasattr(values, "__len__") and hasattr(values, "__iter__")):
             raise call.refusal(f"a {type(values).__name__}, not a list of {n} numbers")
         if len(values) != n:
             raise call.refusal(f"{len(values)} values for {n} completions")
@@ -358,13 +360,6 @@ def function_name(func: Callable[..., Any]) -> str:
 def _is_coroutine_function(func: Callable[..., Any]) -> bool:
     """Whether a call of the function, or of the object's ``__call__``, returns a coroutine."""
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
-
-
-def _is_sequence(values: Any) -> bool:
-    """Whether values have a length and an order: a set has none, a tensor or array without dimensions no length."""
-    if isinstance(values, str | bytes | dict | Set) or getattr(values, "ndim", 1) == 0:
-        return False
-    return hasattr(values, "__len__") and hasattr(values, "__iter__")
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -107,10 +107,6 @@ class RowLengths:
         table = torch.stack([fields["prompt_length"], fields["length"], keep.to(fields["length"])]).tolist()
         return cls(table[0], table[1], list(map(sum, zip(*table[:2], strict=True))), [bool(flag) for flag in table[2]])
 
-    def kept(self, rows: Sequence[int]) -> list[int]:
-        """The rows that contribute to the gradient; at least one, so that every rank makes the same steps."""
-        return [row for row in rows if self.keep[row]] or list(rows[:1])
-
     def extent(self, rows: Sequence[int]) -> Extent:
         """Tokens of the shortest prompt, of the longest row, and of the longest completion among some rows."""
         return (

@@ -17,7 +17,7 @@ from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.decode import decode, generate
+from rl_modules.language.sampling.decode import Decoding, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.rows import Prompts, Record
 
@@ -147,7 +147,7 @@ def decodes(model: Any, make_cache: MakeCache, instead: str = "", at_once: int |
     def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
         cache = make_cache(longest)  # of as many layers as the model has during the check
         assert cache is not None
-        decode(model, cache, prompts, rule, draws, record, synced_gpus=False, at_once=at_once)
+        Decoding(model, cache, prompts, rule, draws, record).run(at_once)
 
     what = f"{does} through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
     return agrees(model, what, lambda: _compare(model, run, lengths, new), instead)

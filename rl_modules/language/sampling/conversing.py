@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.modules import on
+from rl_modules.language.architecture import transformers_model
 from rl_modules.language.row_cache import Parked, RowCache
-from rl_modules.language.sampling.decode import _ROOM, _Decoding, _Live
+from rl_modules.language.sampling.decode import _ROOM, Decoding, _Live
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 from rl_modules.language.sampling.turns import Further, Partner
 
 
-class Conversing(_Decoding):
+class Conversing(Decoding):
     """One call of :func:`~rl_modules.language.sampling.turns.converse` with the model itself.
 
     What a row reads between turns is fed in the steps in which others write. A row that waits longer than the partner's
@@ -31,7 +32,7 @@ class Conversing(_Decoding):
     ) -> None:  # fmt: skip
         shape, device = record.tokens.shape, record.tokens.device
         draws = torch.zeros((shape[1], shape[0]), dtype=torch.float64, device=device)
-        super().__init__(model, cache, prompts, rule, draws, record, synced=False)
+        super().__init__(model, cache, prompts, rule, draws, record)
         self.partner = partner
         #: The token that a row reads at a place of its completion; -1: it writes there.
         self.given = torch.full(shape, -1, dtype=torch.int64, device=device)
@@ -44,14 +45,16 @@ class Conversing(_Decoding):
         self._open([Further(row, [], seed, limit) for row, (seed, limit) in
                     enumerate(zip(seeds, partner.limits, strict=True))], [0] * shape[0])  # fmt: skip
 
-    def run(self, waiting: Waiting) -> None:
-        while waiting.rows or len(self.live.row) or self.partner.waiting:
-            if self.partner.waiting:
-                can_go_on = len(self.live.row) > 0 or bool(waiting.rows)
-                self._come_back(self.partner.take(0.0 if can_go_on else None))
-            rows = waiting.take(len(self.live.row) + len(self._parked))
-            if (rows or len(self.live.row)) and any(done := self._step(rows, waiting)):
-                self._end_turns(done)
+    def run(self, at_once: int | None = None) -> None:
+        waiting = Waiting(self.prompts, at_once)
+        with self.cache.attention(transformers_model(self._model)):
+            while waiting.rows or len(self.live.row) or self.partner.waiting:
+                if self.partner.waiting:
+                    can_go_on = len(self.live.row) > 0 or bool(waiting.rows)
+                    self._come_back(self.partner.take(0.0 if can_go_on else None))
+                rows = waiting.take(len(self.live.row) + len(self._parked))
+                if (rows or len(self.live.row)) and any(done := self._step(rows, waiting)):
+                    self._end_turns(done)
 
     def completions(self, written: Completions) -> Completions:
         """Adds what the turns were to the record's completions."""

@@ -49,8 +49,8 @@ class _Live:
         cache.replace(empty, moved, left)
 
 
-class _Decoding:
-    """One call of :func:`decode`: the unfinished rows, and the state needed to continue them."""
+class Decoding:
+    """Runs each distinct prompt once, then draws token by token; holds the unfinished rows and what continues them."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _Decoding:
         rule: NextToken,
         draws: Tensor,
         record: Record,
-        synced: bool,
+        synced: bool = False,
     ) -> None:
         self.cache, self.prompts, self.rule, self.draws, self.record = cache, prompts, rule, draws, record
         none = prompts.source[:0]
@@ -70,13 +70,20 @@ class _Decoding:
         #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
 
-    def run(self, waiting: Waiting) -> None:
-        while waiting.rows or len(self.live.row):
-            done = self._step(waiting.take(len(self.live.row)), waiting)
-            if any(done):
-                if self.record.on_ended is not None:
-                    self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
-                self.live.drop(done, self.cache)
+    def run(self, at_once: int | None = None) -> None:
+        """Decodes all rows, at most so many together; waiting ones take the places of those that end."""
+        waiting = Waiting(self.prompts, at_once)
+        with self.cache.attention(transformers_model(self._model)):
+            while waiting.rows or len(self.live.row):
+                done = self._step(waiting.take(len(self.live.row)), waiting)
+                if any(done):
+                    if self.record.on_ended is not None:
+                        self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
+                    self.live.drop(done, self.cache)
+        while self._synced and _any_rank(
+            False, self.draws.device
+        ):  # Other ranks wait for this one's part of the weights.
+            self._model(input_ids=self.prompts.tokens[:1, -1:], use_cache=False)
 
     def _step(self, rows: list[int], waiting: Waiting) -> list[bool]:
         """Begins these rows, or where there are none goes on with the live ones; returns which have had their last."""
@@ -131,24 +138,6 @@ class _Decoding:
         rows.position, rows.step = rows.position + 1, rows.step + 1
         # The only synchronisation per token: the number of remaining rows decides the next shapes.
         return ended.tolist()
-
-
-def decode(
-    model: Any,
-    cache: RowCache,
-    prompts: Prompts,
-    rule: NextToken,
-    draws: Tensor,
-    record: Record,
-    synced_gpus: bool,
-    at_once: int | None = None,
-) -> None:
-    """Runs each distinct prompt once, then draws token by token; waiting rows take the places of those that end."""
-    decoding = _Decoding(model, cache, prompts, rule, draws, record, synced_gpus)
-    with cache.attention(transformers_model(model)):
-        decoding.run(Waiting(prompts, at_once))
-    while synced_gpus and _any_rank(False, draws.device):  # Other ranks wait for this one's part of the weights.
-        model(input_ids=prompts.tokens[:1, -1:], use_cache=False)
 
 
 def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modules import evaluation_mode, on, uncompiled
-from rl_modules.language.architecture import max_length, text_config, transformers_model
+from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.decode import decode, generate
+from rl_modules.language.sampling.decode import Decoding, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
-from rl_modules.language.sampling.rows import Prompts, Record, Waiting
+from rl_modules.language.sampling.rows import Prompts, Record
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
@@ -121,7 +121,7 @@ def sample(
         if cache is None:
             generate(model, batch, rule, draws, record, synced_gpus)
         else:
-            decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
+            Decoding(model, cache, batch, rule, draws, record, synced_gpus).run(at_once)
         return _completions(record, model)
 
     with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
@@ -196,8 +196,7 @@ class NativeSampler:
             keeps = settings.return_sampling_mask and rule.truncates
             record = Record(limit, ends, settings.pad_token_id, None, keeps)
             conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
-            with cache.attention(transformers_model(model)):
-                conversing.run(Waiting(batch, None if at_once >= len(prompts) else at_once))
+            conversing.run(None if at_once >= len(prompts) else at_once)
             return conversing.completions(_completions(record, model))
 
     def update_weights(self, model: Any, version: int = 0) -> None:
