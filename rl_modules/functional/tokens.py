@@ -49,14 +49,13 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
 
     Source: the definition of the softmax; temperature in the ratio: Huang et al. 2024, arXiv:2403.17031, section 7.
     """
-    _check_logits(logits)
+    whole = _checked(logits)
     require_shape("tokens", tokens, logits.shape[:-1], "logits without its last dimension")
     require_positive("temperature", temperature)
     if torch.compiler.is_compiling():  # The compiler fuses this; our pieces would only lengthen its graph.
         scaled = as_float(logits) / temperature
         return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
-    logits = _three_dimensional(logits)
-    return _TokenLogProbs.apply(logits, tokens.reshape(logits.shape[:-1]), temperature).view(tokens.shape)
+    return _TokenLogProbs.apply(whole, tokens.reshape(whole.shape[:-1]), temperature).view(tokens.shape)
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -77,12 +76,12 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     Source: Shannon 1948, section 6.
     """
-    _check_logits(logits)
+    whole = _checked(logits)
     require_positive("temperature", temperature)
     if torch.compiler.is_compiling():
         log_prob = torch.log_softmax(as_float(logits) / temperature, -1)
         return -(log_prob.exp() * log_prob.clamp(min=_NEVER)).sum(-1)
-    return _TokenEntropy.apply(_three_dimensional(logits), temperature).view(logits.shape[:-1])
+    return _TokenEntropy.apply(whole, temperature).view(logits.shape[:-1])
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -153,16 +152,13 @@ class _TokenEntropy(torch.autograd.Function):
         return result, None
 
 
-def _check_logits(logits: Tensor) -> None:
+def _checked(logits: Tensor) -> Tensor:
+    """Shape (B, L, V), without a copy unless there are more than three dimensions, laid out with gaps."""
     require_tensors(logits=logits)
     if logits.ndim < 2:
         raise ValueError(
             f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions, [B, L, V] or [L, V]."
         )
-
-
-def _three_dimensional(logits: Tensor) -> Tensor:
-    """Shape (B, L, V), without a copy unless there are more than three dimensions, laid out with gaps."""
     return logits.unsqueeze(0) if logits.ndim == 2 else logits.flatten(0, -3)
 
 
