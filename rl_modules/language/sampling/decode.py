@@ -80,9 +80,8 @@ class Decoding:
                     if self.record.on_ended is not None:
                         self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
                     self.live.drop(done, self.cache)
-        while self._synced and _any_rank(
-            False, self.draws.device
-        ):  # Other ranks wait for this one's part of the weights.
+        # Other ranks wait for this one's part of the weights.
+        while self._synced and _any_rank(False, self.draws.device):
             self._model(input_ids=self.prompts.tokens[:1, -1:], use_cache=False)
 
     def _step(self, rows: list[int], waiting: Waiting) -> list[bool]:
