@@ -13,8 +13,8 @@ from datamodules.language.notices import note_completions, note_demonstrations, 
 from datamodules.language.order import EndlessOrder, evaluate_every
 from datamodules.language.records import TEXTS, as_record, place_of, refuse
 from datamodules.language.reward_arguments import trainer_state
-from datamodules.language.reward_calls import EarlyRewards
-from datamodules.language.rewards import RewardFunctions, load_reward_funcs
+from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.reward_names import load_reward_funcs
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import EncodedRecords, Records, fitting, load_records
 from datamodules.language.tasks import make_task

@@ -6,30 +6,22 @@ records'.
 """
 
 import functools
-import inspect
 import math
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions, function_name
-from datamodules.language.tasks import Task
+from datamodules.language.reward_names import RewardFunction, Rewards, load_reward_func, named
 from datamodules.language.text import TAGS, answer_of, is_think_and_answer, opened_thought, reference_text, text_of
-from rl_modules.common.errors import UsageError, what_happened
-from rl_modules.common.loading import load_object, require_settings
+from rl_modules.common.errors import UsageError
 
 __all__ = [
     "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "length_reward", "load_reward_func",
     "math_accuracy", "outside_thought", "repetition_penalty", "reward_model", "soft_overlong_penalty",
     "think_answer_format",
 ]  # fmt: skip
-
-Rewards = list[float | None]
-RewardFunction = Callable[..., Rewards]
 
 
 def exact_answer(
@@ -92,7 +84,7 @@ def length_reward(target: int) -> RewardFunction:
     def reward(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
         return [max(-1.0, -abs(length - target) / target) for length in _lengths(completions, completion_ids)]
 
-    return _named(reward, "length_reward")
+    return named(reward, "length_reward")
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> RewardFunction:
@@ -115,7 +107,7 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Rewa
         lengths = _lengths(completions, completion_ids)
         return [-1.0 if n > max_completion_length else min(0.0, (free - n) / cache_length) for n in lengths]
 
-    return _named(penalty, "soft_overlong_penalty")
+    return named(penalty, "soft_overlong_penalty")
 
 
 def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
@@ -132,7 +124,7 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward
         grams = [[tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)] for ids in texts]
         return [max_penalty * (1 - len({*found}) / len(found)) if found else 0.0 for found in grams]
 
-    return _named(penalty, "repetition_penalty")
+    return named(penalty, "repetition_penalty")
 
 
 def cosine_length(
@@ -163,7 +155,7 @@ def cosine_length(
             found.append(None if value is None else long + (short - long) * share)
         return found
 
-    return _named(scaled, "cosine_length")
+    return named(scaled, "cosine_length")
 
 
 def outside_thought(reward: str | dict[str, Any]) -> RewardFunction:
@@ -177,7 +169,7 @@ def outside_thought(reward: str | dict[str, Any]) -> RewardFunction:
                      for text, given in zip(texts, completions, strict=True)]  # fmt: skip
         return judge(completions=said, **columns)
 
-    return _named(outside, f"outside_thought.{function_name(judge)}")
+    return named(outside, f"outside_thought.{function_name(judge)}")
 
 
 def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> RewardFunction:
@@ -216,7 +208,7 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
                 scores[i] = value
         return scores
 
-    return _named(score, name)
+    return named(score, name)
 
 
 #: Reward functions that are ready.
@@ -228,89 +220,6 @@ FACTORIES: dict[str, Callable[..., RewardFunction]] = {
     func.__name__: func
     for func in (length_reward, soft_overlong_penalty, repetition_penalty, cosine_length, outside_thought, reward_model)
 }
-
-
-def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = None) -> RewardFunction:
-    """Returns the reward function of an entry in a config: a built-in name; a name of one of the task's own
-    (``accuracy``, ``utilities``); an import path ``package.module:function`` or ``package.module.function``; any of
-    these with settings, ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function;
-    or a function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
-
-    Raises:
-        UsageError: an unknown name, an import path without a function, a model, missing or unknown settings.
-    """
-    if isinstance(spec, dict):
-        if len(spec) != 1 or not isinstance(next(iter(spec.values())), dict):
-            raise UsageError(f"reward function {spec} must be one name with its settings, such as "
-                             "{length_reward: {target: 20}}")  # fmt: skip
-        ((name, settings),) = spec.items()
-        factory = FACTORIES.get(name) or _imported(name, [*FUNCTIONS, *FACTORIES])
-        if not callable(factory):
-            raise UsageError(f"reward function {name!r} is a {type(factory).__name__}, so it takes no settings")
-        require_settings(factory, settings, f"reward function {name!r}")
-        return _adapted(factory(**settings), name)
-    if not isinstance(spec, str):
-        # A partial has the name of what it calls.
-        return _adapted(spec, getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__))
-    own = {} if task is None else {func.__name__: func for func in [*task.reward_funcs, task.utilities]}
-    if spec in FACTORIES:
-        needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
-        raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
-    known = {**FUNCTIONS, **own}
-    return _adapted(known.get(spec) or _imported(spec, [*known, *FACTORIES]), spec)
-
-
-def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
-    """The reward functions of an argument: one or several entries; none: the task's own."""
-    specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
-    if given and task is not None and task.is_mixture:
-        specs = [*task.reward_funcs, *specs]  # those of the sources, and those of all
-    if not specs and task is not None:
-        try:
-            specs = task.reward_funcs
-        except Exception as error:
-            raise UsageError(f"task {task.name!r} has no reward_funcs: {what_happened(error)}") from error
-        if not isinstance(specs, list | tuple) or not all(map(callable, specs)):
-            raise UsageError(f"task {task.name!r} has reward_funcs={specs!r}, where a property that returns a list of "
-                             "functions should be")  # fmt: skip
-    return [load_reward_func(spec, task) for spec in specs or ()]
-
-
-def _imported(path: str, known: list[str]) -> Any:
-    """The object of an import path; the name or directory of a model is refused."""
-    if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
-        raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
-                         "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
-    return load_object(path, "reward function", known)
-
-
-def _adapted(func: Any, spec: str) -> RewardFunction:
-    """A function with a name, that takes completions as strings or as chat messages."""
-    if isinstance(func, nn.Module) and "completions" not in inspect.signature(func.forward).parameters:
-        raise UsageError(
-            f"reward function {spec!r} is a model; write it with save_pretrained and give the directory to the module "
-            "as reward_model_name_or_path, not to the datamodule in reward_funcs"
-        )
-    if not callable(func) or inspect.isclass(func):
-        raise UsageError(f"reward function {spec!r} is a {type(func).__name__}, not a function")
-    name = getattr(func, "__name__", re.split("[.:]", spec)[-1])  # TRL's functions with settings are nameless objects
-    if getattr(func, "__module__", "").startswith("trl.rewards"):
-        return _named(_with_messages(func), name)
-    return func if hasattr(func, "__name__") else _named(functools.partial(func), name)
-
-
-def _with_messages(func: RewardFunction) -> RewardFunction:
-    @functools.wraps(func)
-    def call(*, completions: Any, **columns: Any) -> Rewards:
-        chats = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-        return func(completions=chats, **columns)
-
-    return call
-
-
-def _named(func: RewardFunction, name: str) -> RewardFunction:
-    func.__name__ = func.__qualname__ = name
-    return func
 
 
 def _lengths(completions: Any, completion_ids: Any) -> list[int]:

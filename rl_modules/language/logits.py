@@ -34,9 +34,9 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
     inputs = {"use_cache": False, **inputs}
     if not is_fast():
         return model(**inputs).logits.flatten(0, 1)[place].unsqueeze(0)
-    from rl_modules.language.fast.chosen_places import chosen_places
+    from rl_modules.language.fast.chosen_places import hooked, last_mlp
 
-    with chosen_places(model, place):
+    with hooked(model, place, last_mlp(model)):
         return model(**inputs).logits
 
 

@@ -21,15 +21,10 @@ _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 
 
 @contextmanager
-def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
-    """Inside, a causal model's forward pass returns logits [1, m, V] of the places [m] of the flattened batch."""
-    with hooked(model, place, last_mlp(model)):
-        yield
-
-
-@contextmanager
 def hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
-    """:func:`chosen_places`, in the feed-forward part ``mlp`` too."""
+    """Inside, a causal model's forward pass returns logits [1, m, V] of the places [m] of the flattened batch; the
+    feed-forward part ``mlp`` reads these alone too.
+    """
     shape: list[int] = []
 
     def choose(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
