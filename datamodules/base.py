@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector, make_collector
 from datamodules.environments import Environments
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, require_gymnasiums, require_registered
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader, gather_ranks, state_of_rank
 from rl_modules.common.arguments import chosen_by_checkpoint
@@ -126,11 +126,10 @@ class ControlDataModule(Experience):
 
     def __post_init__(self) -> None:
         hp: Any = self.hparams
-        chosen = chosen_by_checkpoint(self)
-        if "env_id" in chosen:
-            require_registered(self._given_env, "it again: load_from_checkpoint(…, env_id=…)")
-        for name in chosen.intersection(("wrappers", "eval_wrappers")):
-            require_gymnasiums(hp[name], f"them again: load_from_checkpoint(…, {name}=…)")
+        if chosen := chosen_by_checkpoint(self):
+            from datamodules.check import check_chosen
+
+            check_chosen(chosen, self._given_env, hp)
         self.environments = Environments(
             self._given_env, hp.env_kwargs, hp.wrappers, hp.eval_env_kwargs, hp.eval_wrappers, hp.vectorization_mode,
             hp.autoreset_mode, hp.action_masks, self.seed,

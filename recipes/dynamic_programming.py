@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import rl_modules
+from datamodules.check import require_gymnasiums, require_registered
 from datamodules.envs.model import TransitionModel, transition_model
-from datamodules.envs.vector import make_env, require_gymnasiums, require_registered
+from datamodules.envs.vector import make_env
 from recipes.cli.options import Parser
 from recipes.pictures import action_directions, draw_values
 from rl_modules import functional as F

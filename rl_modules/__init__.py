@@ -6,63 +6,23 @@ Classes are imported when they are first used, so that control tasks do not impo
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {
-    "A2C": "rl_modules.a2c",
-    "C51": "rl_modules.c51",
-    "DDPG": "rl_modules.td3",
-    "DPO": "rl_modules.language.dpo",
-    "DQN": "rl_modules.dqn",
-    "Distillation": "rl_modules.language.distillation",
-    "GRPO": "rl_modules.language.grpo",
-    "KTO": "rl_modules.language.kto",
-    "REINFORCE": "rl_modules.reinforce",
-    "SAC": "rl_modules.sac",
-    "TD3": "rl_modules.td3",
-    "CrossQ": "rl_modules.crossq",
-    "TQC": "rl_modules.tqc",
-    "TRPO": "rl_modules.trpo",
-    "PPO": "rl_modules.ppo",
-    "PQN": "rl_modules.pqn",
-    "QRDQN": "rl_modules.qrdqn",
-    "RecurrentA2C": "rl_modules.recurrent",
-    "RecurrentPPO": "rl_modules.recurrent",
-    "MonteCarlo": "rl_modules.monte_carlo",
-    "SARSA": "rl_modules.sarsa",
-    "QLearning": "rl_modules.q_learning",
-    "RLOO": "rl_modules.language.rloo",
-    "RLHFPPO": "rl_modules.language.rlhf_ppo",
-    "RewardModel": "rl_modules.language.reward_model",
-    "SFT": "rl_modules.language.sft",
-}
+#: Names by the file that has them.
+_MODULES = {
+    "a2c": ["A2C"], "c51": ["C51"], "crossq": ["CrossQ"], "dqn": ["DQN"], "language.distillation": ["Distillation"],
+    "language.dpo": ["DPO"], "language.grpo": ["GRPO"], "language.kto": ["KTO"],
+    "language.reward_model": ["RewardModel"], "language.rlhf_ppo": ["RLHFPPO"], "language.rloo": ["RLOO"],
+    "language.sft": ["SFT"], "monte_carlo": ["MonteCarlo"], "ppo": ["PPO"], "pqn": ["PQN"],
+    "q_learning": ["QLearning"], "qrdqn": ["QRDQN"], "recurrent": ["RecurrentA2C", "RecurrentPPO"],
+    "reinforce": ["REINFORCE"], "sac": ["SAC"], "sarsa": ["SARSA"], "td3": ["DDPG", "TD3"], "tqc": ["TQC"],
+    "trpo": ["TRPO"],
+}  # fmt: skip
+_EXPORTS = {name: f"rl_modules.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "A2C",
-    "C51",
-    "DDPG",
-    "DPO",
-    "DQN",
-    "GRPO",
-    "KTO",
-    "PPO",
-    "PQN",
-    "QRDQN",
-    "REINFORCE",
-    "RLHFPPO",
-    "RLOO",
-    "SAC",
-    "SARSA",
-    "SFT",
-    "TD3",
-    "TQC",
-    "TRPO",
-    "CrossQ",
-    "Distillation",
-    "MonteCarlo",
-    "QLearning",
-    "RecurrentA2C",
-    "RecurrentPPO",
-    "RewardModel",
-]
+    "A2C", "C51", "DDPG", "DPO", "DQN", "GRPO", "KTO", "PPO", "PQN", "QRDQN", "REINFORCE", "RLHFPPO", "RLOO", "SAC",
+    "SARSA", "SFT", "TD3", "TQC", "TRPO", "CrossQ", "Distillation", "MonteCarlo", "QLearning", "RecurrentA2C",
+    "RecurrentPPO", "RewardModel",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C

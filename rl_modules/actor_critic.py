@@ -8,13 +8,13 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_sde
-from rl_modules.common.errors import check_widths
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks.actor_critic import ActorCritic
+from rl_modules.networks.layers import check_widths
 
 
 def outside_box(module: Any) -> str | None:

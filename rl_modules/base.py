@@ -11,19 +11,12 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.algorithm import CHECKPOINT, Algorithm
-from rl_modules.common.arguments import chosen_by_checkpoint, settings_of
+from rl_modules.common.arguments import Custom, chosen_by_checkpoint, require_callable, settings_of, to_plain
+from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import (
-    Custom,
-    factory_names,
-    missing_factories,
-    require_callable,
-    to_plain,
-)
-from rl_modules.common.factories import build as made_by
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
-from rl_modules.common.spaces import space_to_dict, to_environment
+from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
@@ -31,7 +24,6 @@ from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, class_names, clip_grad_norm
-from rl_modules.prediction import policy_input
 from rl_modules.run import (
     ControlLoop,
     begin_target,
@@ -462,7 +454,7 @@ class ControlModule(Algorithm):
         if self.is_fitting:
             # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
             self.finish_rollout()
-        from rl_modules.checkpoints import statistics_to_tensors
+        from rl_modules.checkpoints import factory_names, statistics_to_tensors
 
         super()._on_save_checkpoint(checkpoint)
         checkpoint["factories"] = factory_names(self)
@@ -472,7 +464,7 @@ class ControlModule(Algorithm):
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.checkpoints import load_statistics, require_resumable
+        from rl_modules.checkpoints import load_statistics, missing_factories, require_resumable
 
         self._require_own(checkpoint)
         if self._trainer is not None:

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rl_modules.common.arguments import settings_of
+from rl_modules.common.arguments import name_of, settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import SPACES, space_brief, space_from_dict, space_to_dict, tree_map, without_integers
@@ -101,3 +102,33 @@ def _without_bounds(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _without_bounds(part) for key, part in data.items() if key not in ("low", "high")}
     return [_without_bounds(part) for part in data] if isinstance(data, list) else data
+
+
+# ---------------------------------------------------------------- callables that make optimizers and schedulers
+
+#: Arguments of a module, and the attributes that hold them.
+_ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
+
+
+def factory_names(module: Any) -> dict[str, str]:
+    """Returns the names of a module's factories by argument."""
+    made_by = {name: getattr(module, attribute, None) for name, attribute in _ATTRIBUTES.items()}
+    # A partial is named by its class.
+    return {
+        name: name_of(getattr(factory, "func", factory)) for name, factory in made_by.items() if factory is not None
+    }
+
+
+def missing_factories(module: Any, checkpoint: dict[str, Any]) -> dict[str, str]:
+    """Returns the names of the factories that the checkpoint's module had and this one lacks."""
+    here = factory_names(module)
+    return {name: given for name, given in checkpoint.get("factories", {}).items() if name not in here}
+
+
+def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
+    """Warns at the start of a fit of the checkpoint's factories that the module lacks."""
+    given = " and ".join(f"{name}={value}" for name, value in missing.items())
+    again = ", ".join(f"{name}=…" for name in missing)
+    rank_zero_warn(f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint can "
+                   f"hold, and this fit has the default instead; to train as before, give it again: "
+                   f"load_from_checkpoint(…, {again})")  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
-from rl_modules.common.errors import UsageError, check_widths
+from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import tree_leaves, tree_map
@@ -19,6 +19,7 @@ from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
 from rl_modules.networks.custom import custom_q_network
+from rl_modules.networks.layers import check_widths
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, make_noisy, remove_noise, resample
 
 

@@ -13,7 +13,7 @@ from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.arguments import name_of
-from rl_modules.common.errors import UsageError, check_widths
+from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of
 from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
@@ -23,6 +23,7 @@ from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.networks.custom import custom_critics, custom_policy_and_critics
+from rl_modules.networks.layers import check_widths
 
 
 class OffPolicyActorCritic(ControlModule):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
-from rl_modules.common.errors import check_widths
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.spaces import is_image
 from rl_modules.contract import Experience, Minibatch, Rollout
@@ -18,7 +17,7 @@ from rl_modules.core.state import persistent
 from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
 from rl_modules.networks.custom import custom_q_network
 from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import activation, hidden_widths, last_layer
+from rl_modules.networks.layers import activation, check_widths, hidden_widths, last_layer
 
 
 class NormalizedQNetwork(nn.Module):

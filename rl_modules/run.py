@@ -10,7 +10,6 @@ from torch._compile import _disable_dynamo
 
 from rl_modules.algorithm import begin_training
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import warn_of_missing
 from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
 from rl_modules.core.curves import hand_to_callbacks, write_evaluation, write_point
@@ -28,8 +27,11 @@ class ControlLoop(OfRun):
             from rl_modules.loggers import log_settings
 
             log_settings(trainer)
-        warn_of_missing(module, module.run.missing_factories)
-        module.run.missing_factories = {}
+        if module.run.missing_factories:
+            from rl_modules.checkpoints import warn_of_missing
+
+            warn_of_missing(module, module.run.missing_factories)
+            module.run.missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
         torch.set_flush_denormal(True)
 

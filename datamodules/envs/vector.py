@@ -257,23 +257,3 @@ def reset_once(env: Any) -> dict[str, Any]:
         _, infos = env.reset(seed=0)
         return dict(infos)
     return {}
-
-
-# ---------------------------------------------------------------- a checkpoint's names
-
-
-def require_registered(env_id: Any, again: str) -> None:
-    """Refuses a checkpoint's environment that is no registered id, because that would call code."""
-    if not isinstance(env_id, str) or ":" in env_id:
-        raise UsageError(f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
-                         f"runs; if you trust it, give {again}")  # fmt: skip
-
-
-def require_gymnasiums(wrappers: Any, again: str) -> None:
-    """Refuses a checkpoint's wrappers unless they are names from ``gymnasium.wrappers``."""
-    for wrapper in wrappers or ():
-        path = wrapper.get("class_path") if isinstance(wrapper, dict) else wrapper
-        name = str(path).removeprefix("gymnasium.wrappers.")
-        if name not in gym.wrappers.__all__:
-            raise UsageError(f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
-                             f"checkpoint must not choose what code runs; give {again}")  # fmt: skip

@@ -2,8 +2,9 @@
 subclass received. The subclass's constructor may choose arguments and change them before it passes them on.
 """
 
+import functools
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rl_modules.common.errors import UsageError
 
@@ -98,3 +100,47 @@ def name_of(value: Any) -> str:
     """``package.name`` of a function or class, or of an object's class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+# ---------------------------------------------------------------- callables
+
+
+def build(argument: str, factory: Callable[[Any], Any], given: Any) -> Any:
+    """Returns what a factory makes."""
+    try:
+        return factory(given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{argument} can't be made with its arguments: {type(error).__name__}: {error}") from error
+
+
+def require_callable(name: str, value: Any) -> Any:
+    """Refuses what is no callable."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r} must be a callable, such as a class of torch.optim"
+                         f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
+    return value
+
+
+#: A module class or callable: its import path, ``{"class_path": ..., "init_args": {...}}``, or in Python itself. The
+#: command line's parser would call a ``Callable[..., nn.Module]`` before the spaces are known: ``Any`` stands for it.
+Custom = str | dict[str, Any] | Any
+
+
+def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
+    """Converts a class or callable to its import path with arguments, which a checkpoint may hold."""
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, dict):
+        if not isinstance(given.get("class_path"), str) or set(given) - {"class_path", "init_args"}:
+            raise UsageError(f"{name}={given!r} must have the key class_path, and perhaps init_args")
+        return given
+    arguments: dict[str, Any] = {}
+    target: Any = given
+    if isinstance(given, functools.partial) and not given.args:
+        target, arguments = given.func, dict(given.keywords)
+    path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
+        raise UsageError(f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
+                         "class or function at the first level of a module, or functools.partial of one with keyword "
+                         "arguments")  # fmt: skip
+    return {"class_path": path, "init_args": arguments}

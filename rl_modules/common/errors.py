@@ -71,15 +71,3 @@ def at_least(name: str, value: Any, least: int = 1, unit: str = "") -> int:
     if number < least:
         raise UsageError(f"{name}={value} must be at least {least}{f' {unit}' if unit else ''}")
     return int(value)
-
-
-def check_widths(name: str, net_arch: Any) -> Any:
-    """Refuses widths of hidden layers that are no positive whole numbers."""
-    parts = net_arch.values() if isinstance(net_arch, dict) else [net_arch]
-    for part in parts:
-        if part is None:
-            continue
-        widths = part if isinstance(part, list | tuple) else [None]
-        if not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
-            raise UsageError(f"{name}={net_arch} must be a list of hidden widths of at least 1, such as [64, 64]")
-    return net_arch

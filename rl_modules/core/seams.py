@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
@@ -48,38 +47,6 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
         raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
                          f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
                          "rl_modules.contract.ExperienceSource states")  # fmt: skip
-
-
-class BatchCheck(L.Callback):
-    """Refuses batches that a language algorithm can't read, such as those of a ``DataLoader`` of token ids."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "training_step")
-
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "validation_step")
-
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "test_step")
-
-    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "predict_step")
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
-
-
-def require_tokens(module: Any, batch: Any, step: str) -> None:
-    """Refuses a batch without tokens. Batches of a user-defined step are not checked."""
-    if isinstance(batch, Mapping) and "tokens" in batch:
-        return
-    kind = getattr(module, "learns_from", "")
-    fitting = DATAMODULES.get(kind if isinstance(kind, str) else kind[0])
-    if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
-        return
-    came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise UsageError(f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
-                     f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them")  # fmt: skip
 
 
 def check_trainer(module: Any) -> None:

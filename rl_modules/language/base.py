@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rl_modules.algorithm import begin_training
-from rl_modules.common.arguments import settings_of
+from rl_modules.common.arguments import build, require_callable, settings_of
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import build, require_callable
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import setting, warn_of_idle
@@ -354,7 +353,7 @@ class LanguageModule(LanguageMetrics):
         super()._setup(stage)
         trainer: Any = self.trainer
         if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
-            from rl_modules.core.seams import BatchCheck
+            from rl_modules.language.contract import BatchCheck
 
             trainer.callbacks = [*trainer.callbacks, BatchCheck()]
 

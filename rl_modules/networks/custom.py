@@ -9,8 +9,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from rl_modules.common.arguments import Custom
 from rl_modules.common.errors import UsageError, what_happened
-from rl_modules.common.factories import Custom
 from rl_modules.common.masks import FORBIDDEN
 from rl_modules.common.spaces import example_arrays, image_channels, pixel_scale, tree_map
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rl_modules.common.factories import Custom
+from rl_modules.common.arguments import Custom
 from rl_modules.common.spaces import image_channels, pixel_scale
 from rl_modules.networks.layers import orthogonal
 

@@ -117,9 +117,20 @@ def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
             wanted = f"a dictionary with the keys {' and '.join(towers)}" if towers else "a list of widths"
             raise UsageError(f"net_arch={net_arch} must be {wanted}{', or one list for both' if towers else ''}")
         return {name: hidden_widths(net_arch[name]) for name in towers}
-    if isinstance(net_arch, str | int) or any(not isinstance(w, int) or w < 1 for w in net_arch):
-        raise UsageError(f"net_arch={net_arch} must be a list of hidden widths, each at least 1, as in [64, 64]")
+    check_widths("net_arch", net_arch)
     return list(net_arch)
+
+
+def check_widths(name: str, net_arch: Any) -> Any:
+    """Refuses widths of hidden layers that are no positive whole numbers."""
+    parts = net_arch.values() if isinstance(net_arch, dict) else [net_arch]
+    for part in parts:
+        if part is None:
+            continue
+        widths = part if isinstance(part, list | tuple) else [None]
+        if not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
+            raise UsageError(f"{name}={net_arch} must be a list of hidden widths of at least 1, such as [64, 64]")
+    return net_arch
 
 
 def full_precision(x: Tensor) -> Tensor:
