@@ -107,6 +107,7 @@ VARIANTS: dict[str, Variant] = {
     # A filter that removes nothing: the ratio is to training's own log-probabilities, without a correction.
     "two generations old, uncorrected": Variant(options={
         "data.async_generations": 2, "model.importance_sampling_correction": "none", "model.top_p": 0.9999999}),
+    "top-p .8": Variant(options={"model.top_p": 0.8}),
     "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
 }  # fmt: skip
 
