@@ -32,11 +32,10 @@ SMALL = {
 }
 #: The classes with a head, by the config's class.
 CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
-_NOT_QUANTIZED = ("weights are not quantized here; torch_dtype=bfloat16 halves them, and lora trains adapters "
-                  "only")  # fmt: skip
 #: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture, and what to use here.
 _OF_LOADING = {
-    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"), _NOT_QUANTIZED),
+    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"),
+                    "the module's argument quantization_config sets it"),
     **dict.fromkeys(("dtype", "torch_dtype"), "the module's argument torch_dtype sets it"),
     "attn_implementation": "the module's argument of that name sets it",
     "gradient_checkpointing": "the module's argument of that name sets it",
@@ -73,7 +72,6 @@ def make_config(
         except (OSError, ValueError, KeyError, RecursionError) as error:
             refuse_no_model(model_name_or_path)
             raise UsageError(unreadable(model_name_or_path, error)) from error
-        _refuse_quantized(model_name_or_path, config)
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
             fields = {**SMALL, **fields}
@@ -100,16 +98,6 @@ def make_config(
         raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
                          "give the one that the model was trained with as tokenizer_name_or_path")  # fmt: skip
     return config
-
-
-def _refuse_quantized(name: str, config: PretrainedConfig) -> None:
-    """Refuses a model with quantized weights, unless transformers can dequantize them while it reads them."""
-    given = getattr(config, "quantization_config", None)
-    fields = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
-    method = str(fields.get("quant_method", "")).rpartition(".")[2].lower()
-    if method and method not in ("mxfp4", "fp8", "gguf"):
-        raise UsageError(f"model_name_or_path={name!r} has weights quantized by {method} (quantization_config of its "
-                         f"config.json): {_NOT_QUANTIZED}; give the model before quantization")  # fmt: skip
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:

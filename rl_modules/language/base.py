@@ -77,6 +77,15 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
     return plain_adapters(name, lora)
 
 
+def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
+    """Converts the argument ``quantization_config`` to plain data, which a checkpoint can hold."""
+    if given is None:
+        return None
+    from rl_modules.language.quantized import plain_quantization
+
+    return plain_quantization(name, given)
+
+
 def adapters_of(module: Any) -> dict[str, Any] | None:
     """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
     lora: dict[str, Any] | None = module.hparams["lora"]
@@ -127,6 +136,10 @@ class LanguageModule(LanguageMetrics):
     torch_dtype: str = setting(
         "float32", "of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's "
         "``precision`` sets the precision of computations")  # fmt: skip
+    quantization_config: dict[str, Any] | None = setting(
+        None, "arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
+        "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "
+        "under ``lora`` while they are read; None: they have ``torch_dtype``", check=check_quantization)  # fmt: skip
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2 …; None: the library's choice")
     gradient_checkpointing: bool | str = setting(
         False, "recompute activations in the backward pass instead of keeping them: true: all of a layer; "
@@ -134,6 +147,9 @@ class LanguageModule(LanguageMetrics):
     torch_compile: bool = setting(
         False, "compile each layer with ``torch.compile`` where training begins: one compilation for all layers and "
         "lengths, some tens of seconds; sampling does not use it")  # fmt: skip
+    use_liger_kernel: bool = setting(
+        False, "train with the GPU kernels of the package ``liger-kernel``; losses are computed in tiles without "
+        "it")  # fmt: skip
     learning_rate: float = setting(1e-3, "peak step size", least=0)
     lr_scheduler_type: str = setting(
         "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
@@ -256,6 +272,10 @@ class LanguageModule(LanguageMetrics):
         convert_frozen(self)
         if self.is_fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
+            if hp.use_liger_kernel:
+                from rl_modules.language.fast.liger import use_liger_kernel
+
+                use_liger_kernel(self.model, self.trainer.strategy.root_device)
             self.begin_run()
         if sharding is not None and not is_sharded(self.model):
             sharding.split_models(self, is_new)
@@ -286,6 +306,10 @@ class LanguageModule(LanguageMetrics):
             transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
         self._given_model = ()
         self._sources = sources  # of the weights as they were read: a precision may convert them
+        if getattr(self.model, "is_quantized", False):
+            from rl_modules.language.quantized import require_left_out
+
+            require_left_out(hp.save_frozen_weights, sharding is not None)
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
     def _description(self, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
@@ -333,7 +357,7 @@ class LanguageModule(LanguageMetrics):
         """
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
-                                hp.gradient_checkpointing, self.lora)  # fmt: skip
+                                hp.gradient_checkpointing, self.lora, hp.quantization_config)  # fmt: skip
 
     @property
     def hidden_size(self) -> int:
@@ -390,8 +414,8 @@ class LanguageModule(LanguageMetrics):
     def _add_frozen(self, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
         """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
         if missing := self._frozen_names(prefixes) - state_dict.keys():
-            own = self.state_dict()
-            state_dict.update({name: own[name] for name in missing})
+            own = dict(self.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
+            state_dict.update({name: own[name].detach() for name in missing & own.keys()})
 
     def _frozen_names(self, prefixes: Iterable[str]) -> set[str]:
         """Returns the names of the frozen parameters whose names begin with a prefix."""

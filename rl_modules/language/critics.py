@@ -38,6 +38,9 @@ def value_model_from_policy(
     policy: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
 ) -> Any:
     """Copies a policy's body to a trainable value model with a head of one output, which is 0 at first."""
+    if getattr(policy, "is_quantized", False):
+        raise UsageError("a value model can't start from a policy with quantized weights; set "
+                         "value_head_on_policy=true, or give a reward model")  # fmt: skip
     causal = transformers_model(policy)
     weight = next(causal.parameters())
     if lora is not None and not weight.is_meta and not begins_unchanged(policy):

@@ -66,10 +66,10 @@ def _compare(found: str, source: dict[str, str], given: Any) -> None:
 
 
 def frozen_parameters(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Parameters of a part that never change, by name."""
+    """Parameters of a part that never change, by name; and the scales of quantized ones."""
     return {
         name: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
+        for name, parameter in module.state_dict(keep_vars=True).items()
         # peft keeps the initial weights of a head that is trained whole, which may be random instead of read from
         # files. Adapters of parts that do not process text are random too.
         if name.startswith(prefix)
@@ -82,9 +82,12 @@ def digest(tensors: dict[str, Tensor]) -> str:
     """SHA-256 of names, types, shapes and every byte."""
 
     def of_one(name: str) -> bytes:
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name].detach().cpu()
         sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        # A quantized weight of torchao has its numbers and scales as parts.
+        parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+        for part in [getattr(tensor, name) for name in parts] or [tensor]:
+            sha.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return sha.digest()
 
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run

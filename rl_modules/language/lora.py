@@ -61,7 +61,7 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
     try:
         config = LoraConfig(**{**lora, "task_type": task_type})
         made = get_peft_model(model, config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:  # the last two of quantized layers
         raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
     if getattr(config, "target_modules_to_tie", None):
         raise UsageError("lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
@@ -117,7 +117,12 @@ def _needs_cast(x: Any) -> bool:
 
 def merged(model: Any) -> PreTrainedModel:
     """Returns a copy of a model with merged adapters; a tied output layer is a weight of its own if it differs."""
-    model = copy.deepcopy(model)
+    if getattr(model, "is_quantized", False):
+        from rl_modules.language.quantized import with_plain_weights
+
+        model = with_plain_weights(model)
+    else:
+        model = copy.deepcopy(model)
     network = model.get_base_model()
     if adapts_tied_weight(network):
         head = _base_layer(network.get_output_embeddings())
@@ -155,7 +160,7 @@ def _has_delta(layer: Any) -> bool:
 def begins_unchanged(model: Any) -> bool:
     """Whether new adapters leave the model's function as it was; ``pissa`` and ``olora`` change the base too."""
     return all(
-        bool(delta.abs().max() <= max(1e-4, 4 * torch.finfo(weight.dtype).eps) * weight.abs().max())
+        not delta.any() or bool(delta.abs().max() <= max(1e-4, 4 * torch.finfo(weight.dtype).eps) * weight.abs().max())
         for delta, weight in _changes(model)
     )
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,12 @@ def make_model(
     attn_implementation: str | None = None,
     gradient_checkpointing: bool | str = False,
     lora: dict[str, Any] | None = None,
+    quantization_config: dict[str, Any] | None = None,
+    initialize: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Returns the network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator)."""
+    """Returns the network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator);
+    ``initialize`` changes them before there are adapters.
+    """
     require_head(config, head)
     if torch_dtype not in _DTYPES:
         raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
@@ -54,6 +59,10 @@ def make_model(
     config = copy.deepcopy(config)
     if head == "score":
         config.num_labels = 1
+    if quantization_config is not None or hasattr(config, "quantization_config"):
+        from rl_modules.language.quantized import quantization
+
+        options |= quantization(config, model_name_or_path, quantization_config, lora)
     # Without storage there is nothing to read: another rank reads the weights and scatters them.
     is_empty = torch.get_default_device().type == "meta"
     name = type(model_name_or_path).__name__ if isinstance(model_name_or_path, PreTrainedModel) else model_name_or_path
@@ -74,10 +83,16 @@ def make_model(
     if found is not None:
         require_all_weights(str(name), model, config, found)
     checkpoint_activations(model, gradient_checkpointing)
+    if initialize is not None:
+        initialize(model)
     if lora is not None:
         from rl_modules.language.lora import add_lora
 
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
+    if getattr(model, "is_quantized", False):
+        from rl_modules.language.quantized import require_trainable
+
+        require_trainable(model, lora or {})
     return model
 
 

@@ -22,7 +22,7 @@ from rl_modules.language.architecture import make_config, text_config
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
-from rl_modules.language.lora import add_lora
+from rl_modules.language.lora import merged
 from rl_modules.language.models import make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
@@ -64,13 +64,11 @@ class RewardModel(LanguageModule):
     def build_model(self, config: Any, source: Any) -> None:
         hp: Any = self.hparams
         trained = source is not None and is_reward_model(config)
-        options = hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing
-        self.model = make_model(config, source, "score", *options)
-        if not trained:
-            initialize_head(self.model.score)
+        self.model = make_model(
+            config, source, "score", hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing, hp.lora,
+            hp.quantization_config, None if trained else lambda model: initialize_head(model.score),
+        )  # fmt: skip
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        if hp.lora is not None:
-            self.model = add_lora(self.model, hp.lora, "SEQ_CLS", hp.gradient_checkpointing)
 
     # ---------------------------------------------------------------- training
 
@@ -261,7 +259,7 @@ def load_reward_model(
         module = _from_checkpoint(path)
         found = FrozenReward(module.model, module.reward_offset, module.tokenizer)
         if hasattr(found.model, "merge_and_unload"):
-            found = found._replace(model=found.model.merge_and_unload())
+            found = found._replace(model=merged(found.model))
     else:
         own = load_tokenizer(path)
         config = make_config(path, None, own, dropout=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import max_length, text_config, transformers_model
-from rl_modules.language.lora import adapts_tied_weight
+from rl_modules.language.lora import adapts_tied_weight, merged
 from rl_modules.language.models import is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -28,6 +28,8 @@ _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 @torch.no_grad()
 def named_weights(model: Any, untied: bool) -> Weights:
     """Yields each weight under its checkpoint's name, adapters merged in, sharded ones gathered one at a time."""
+    if getattr(model, "is_quantized", False):
+        model = merged(model)
     network = transformers_model(model)
     tied = is_tied(network)
     plain = _renamed(network, itertools.chain(_merged(model, tied), _buffers(model)))
@@ -66,6 +68,7 @@ class EngineSpec:
         ties = bool(network.config.tie_word_embeddings)
         untied = untied or (ties and not is_tied(network))
         config: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
+        config.pop("quantization_config", None)  # its weights arrive as those that the quantized ones stand for
         config["architectures"] = [type(network).__name__]
         config["model_type"] = network.config.model_type
         config["tie_word_embeddings"] = ties and not untied
