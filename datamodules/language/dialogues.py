@@ -1,5 +1,6 @@
 """Dialogues between the model in training and environments."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from datamodules.language.calls import calls_of
 from datamodules.language.coroutines import TooLong
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
@@ -295,6 +297,13 @@ def dialogue_metrics(written: Completions) -> dict[str, tuple[float, int]]:
 
 
 def transcript(dialogue: Mapping[str, Any]) -> str:
-    """A dialogue after its prompt as text, a line per message, for tables."""
-    parts = [f"{m['role']}: {m.get('content') or ''}" for m in dialogue["messages"]]
+    """A dialogue after its prompt as text, a line per message, for tables; a call as ``name({arguments})``."""
+    parts = []
+    for message in dialogue["messages"]:
+        thought, calls = message.get("reasoning_content"), calls_of(message) if message.get("tool_calls") else []
+        said = [f"<think>{thought}</think>" if thought else "", message.get("content") or ""]
+        said += [
+            f"{call.name or 'unreadable call'}({json.dumps(call.arguments, ensure_ascii=False)})" for call in calls
+        ]
+        parts.append(f"{message['role']}: {' '.join(filter(None, said))}")
     return "\n".join([*parts, f"[{dialogue['error'] or dialogue['ended']}]"])

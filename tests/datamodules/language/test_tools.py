@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from datamodules.language.calculator import calculator
-from datamodules.language.calls import Call
+from datamodules.language.calls import Call, message_of
+from datamodules.language.dialogues import transcript
 from datamodules.language.sandbox import sandbox
 from datamodules.language.search import Search, islands, search
 from datamodules.language.tools import ToolEnvironment, Tools, schema_of
@@ -231,3 +232,13 @@ def test_the_sandbox_runs_nothing_where_the_network_can_t_be_taken_away(monkeypa
         subprocess, "Popen", lambda words, **how: real([sys.executable, "-c", "raise SystemExit(97)"], **how)
     )
     assert "no program is run" in Tools([sandbox()]).run(Call("python", {"code": "print(1)"}))
+
+
+def test_a_transcript_shows_calls_thoughts_and_the_end():
+    read = message_of('<think>big</think>look <tool_call>{"name": "f", "arguments": {"x": "3*4"}}</tool_call>')
+    wrong = message_of("<tool_call>f(3*4)</tool_call>")
+    messages = [read, {"role": "tool", "name": "f", "content": "12"}, wrong, {"role": "assistant", "content": None}]
+    assert transcript({"messages": messages, "error": None, "ended": "done"}).splitlines() == [
+        'assistant: <think>big</think> look f({"x": "3*4"})', "tool: 12", "assistant: unreadable call({})",
+        "assistant: ", "[done]",
+    ]  # fmt: skip
