@@ -7,8 +7,8 @@ arXiv:2410.10989, section 3.2; here with log-probabilities for an output, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -188,6 +188,20 @@ def _tails_of(config: Any) -> list[Tail]:
 # ---------------------------------------------------------------- the forward pass
 
 
+@contextmanager
+def _kept_states(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Yields a list for what the output layer would read of the places, of which it reads the first alone."""
+    states: list[Tensor] = []
+
+    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(arguments[0])
+        return (arguments[0][:, :1], *arguments[1:])
+
+    with hooked(model, place, mlp), ExitStack() as hooks:  # whose own hook is first
+        hooks.callback(model.get_output_embeddings().register_forward_pre_hook(keep).remove)
+        yield states
+
+
 def tiled_at(
     model: Any, place: Tensor, source: Tensor | None, target: Tensor, temperature: float = 1.0, entropy: bool = False,
     accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, process: Process | None = None,
@@ -199,27 +213,19 @@ def tiled_at(
     in the backward pass before the tiles need them.
     """
     within = is_sharded(model)
-    states: list[Tensor] = []
     found: list[TokenStatistics] = []
 
     def compute() -> TokenStatistics:
         chosen = states[0] if source is None else states[0][:, source]
         return tiled_statistics(model, chosen, target, temperature, entropy, accuracy, equal_weights, process)
 
-    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states.append(arguments[0])
-        return (arguments[0][:, :1], *arguments[1:])
-
     def replace(layer: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         found.append(compute())
         return torch.zeros_like(output) + (0 * found[0].log_prob.sum()).to(output.dtype)
 
-    with ExitStack() as hooks:
-        hooks.enter_context(hooked(model, place, last_mlp(model) if chooses_mlp else None))  # whose own hook is first
-        head = model.get_output_embeddings()
-        hooks.callback(head.register_forward_pre_hook(keep).remove)
+    with _kept_states(model, place, last_mlp(model) if chooses_mlp else None) as states, ExitStack() as hooks:
         if within:
-            hooks.callback(head.register_forward_hook(replace).remove)
+            hooks.callback(model.get_output_embeddings().register_forward_hook(replace).remove)
         output = model(**{"use_cache": False, **inputs}).logits
     if not within:
         return compute()
@@ -230,16 +236,8 @@ def tiled_at(
 
 def tiles_at(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
     """:func:`~rl_modules.language.logits.logits_by_tiles` of a model that :func:`can_tile`."""
-    states: list[Tensor] = []
-
-    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states.append(arguments[0])
-        return (arguments[0][:, :1], *arguments[1:])
-
     head, tail = model.get_output_embeddings(), _tails[model]
-    with ExitStack() as hooks:
-        hooks.enter_context(hooked(model, place, last_mlp(model)))
-        hooks.callback(head.register_forward_pre_hook(keep).remove)
+    with _kept_states(model, place, last_mlp(model)) as states:
         model(**{"use_cache": False, **inputs})
     size = TILE["cpu" if states[0].is_cpu else "accelerator"] // text_config(model.config).vocab_size
     return lambda part: tail(head(states[0][:, part])), max(1, size)
