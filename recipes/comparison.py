@@ -1,12 +1,10 @@
 """Runs side by side: what differs in their settings, what they reached over seeds, and their curves on one axis."""
 
-import csv
 import glob
 import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +129,13 @@ def read(folder: Path) -> Result:
 
 
 def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
-    found: dict[str, list[tuple[int, float]]] = {}
-    with file.open(encoding="utf-8", newline="") as rows:
-        for row in csv.DictReader(rows):
-            for name, value in row.items():
-                if value and name not in ("step", "epoch"):
-                    found.setdefault(name, []).append((int(row["step"]), float(value)))
-    return {name: sorted(points, key=itemgetter(0)) for name, points in found.items()}
+    import pandas as pd
+
+    frame = (
+        pd.read_csv(file, keep_default_na=False, na_values=[""]).sort_values("step", kind="stable").set_index("step")
+    )
+    return {name: [(int(step), float(value)) for step, value in frame[name].dropna().items()]
+            for name in frame.columns.drop("epoch", errors="ignore") if frame[name].notna().any()}  # fmt: skip
 
 
 # ---------------------------------------------------------------- a table

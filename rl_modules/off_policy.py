@@ -21,16 +21,18 @@ from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
-from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
+from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics
 from rl_modules.networks.custom import custom_critics, custom_policy_and_critics
-from rl_modules.networks.layers import check_widths
+from rl_modules.networks.layers import check_widths, tower_widths
 
 
 class OffPolicyActorCritic(ControlModule):
     """Base of the algorithms that learn critics from replayed transitions, and a policy from the critics.
 
-    An algorithm adds ``make_policy``, ``choose`` (actions in [-1, 1]^A), ``noise_shape`` and ``training_step``, in
-    which it calls :meth:`step` once or twice and :meth:`finish_update` at the end.
+    An algorithm adds ``make_policy(width, net_arch)``; ``make_target()``, a copy of the part that computes the targets;
+    ``choose(observation, generator, deterministic)``, which returns actions in [-1, 1], [N, A]; ``noise_shape()`` of
+    the standard normal numbers that an update needs per transition; and ``training_step``, in which it calls
+    :meth:`step` once or twice and :meth:`finish_update` at the end.
 
     The buffer holds actions as the environment takes them; the networks see them scaled to [-1, 1]. One optimizer has
     all parameters, unless ``configure_optimizers`` is overridden. Each :meth:`step` gives it the gradients of some of
@@ -48,6 +50,11 @@ class OffPolicyActorCritic(ControlModule):
     n_outputs = 1
     #: Whether the policy returns mean and log standard deviation; else actions.
     policy_is_gaussian = False
+    # What an algorithm defines.
+    make_policy: Any
+    make_target: Any
+    choose: Any
+    noise_shape: Any
 
     gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
     tau: float = setting(0.005, "step of the target networks per update", above=0, most=1)
@@ -104,7 +111,7 @@ class OffPolicyActorCritic(ControlModule):
 
     def build_network(self) -> None:
         hp: Any = self.hparams
-        pi, qf = tower_widths(self.observation_space, hp.net_arch, self.default_net_arch)
+        pi, qf = tower_widths(self.observation_space, hp.net_arch, ("pi", "qf"), self.default_net_arch)
         bounds = ActionBounds(self.action_space)
         if self.action_noise is not None:
             noises.check_width(self.action_noise, bounds.width)
@@ -122,24 +129,12 @@ class OffPolicyActorCritic(ControlModule):
         self.network = PolicyAndCritics(policy, critics, bounds)
         self.target_network = self.make_target().requires_grad_(False)
 
-    def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        """Returns the policy network, from observations to what :meth:`choose` reads."""
-        raise UsageError(f"{type(self).__name__} must define make_policy")
-
     def make_critics(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
         """Returns the networks from observations and actions, [B, ``width``], to [n_critics, B, n_outputs]."""
         return Critics(self.observation_space, width, self.n_critics, net_arch, self.hparams["activation_fn"],
                        self.n_outputs, self.layer_norm, self.dropout_rate)  # fmt: skip
 
-    def make_target(self) -> torch.nn.Module:
-        """Returns a copy of the part that computes the targets; it follows the network slowly."""
-        raise UsageError(f"{type(self).__name__} must define make_target")
-
     # ---------------------------------------------------------------- acting
-
-    def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
-        """Actions in [-1, 1], [N, A], without action noise."""
-        raise UsageError(f"{type(self).__name__} must define choose")
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions [N, *act] as the environment takes them; with action noise unless ``deterministic``."""
@@ -179,10 +174,6 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise.load_state_dict(state)
 
     # ---------------------------------------------------------------- batches
-
-    def noise_shape(self) -> tuple[int, ...]:
-        """Returns the shape of the standard normal numbers that an update needs per transition."""
-        raise UsageError(f"{type(self).__name__} must define noise_shape")
 
     def prepare(self, sample: Replayed) -> Minibatch:
         """Computes, for all minibatches of a round at once, the inputs that do not depend on the networks."""

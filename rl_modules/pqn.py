@@ -33,7 +33,7 @@ class NormalizedQNetwork(nn.Module):
         if net_arch is None:
             net_arch = [512] if is_image(observation_space) else [120, 84]
         self.encoder = build_encoder(observation_space)
-        sizes = [encoding_width(self.encoder), *hidden_widths(net_arch)]
+        sizes = [encoding_width(self.encoder), *hidden_widths(observation_space, net_arch)]
         layers: list[nn.Module] = []
         for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
             layers += [nn.Linear(width_in, width_out), nn.LayerNorm(width_out), activation(activation_fn)]

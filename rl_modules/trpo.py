@@ -18,7 +18,7 @@ from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
-from rl_modules.distributions import Distribution, as_distribution
+from rl_modules.distributions import Distribution
 from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.actor_critic import ValueNetwork
@@ -214,11 +214,7 @@ class TRPO(ActorCriticModule):
 
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""
-        observation, mask = split_mask(observation)
-        policy = as_distribution(self.network(observation)[0])
-        if self.noise_matrices is not None and hasattr(policy, "matrices"):
-            policy.matrices = self.noise_matrices
-        return policy if mask is None else policy.masked(mask)
+        return super().policy_and_value(observation)[0]
 
     def state_value(self, observation: Any) -> Tensor:
         """V(s) of a batch of observations, [B]."""

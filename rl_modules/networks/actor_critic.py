@@ -7,11 +7,18 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.fast.modules import call
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
-from rl_modules.networks.layers import ParallelMLP, full_precision, hidden_widths, last_layer, mlp, orthogonal
+from rl_modules.networks.layers import (
+    ParallelMLP,
+    full_precision,
+    hidden_widths,
+    last_layer,
+    mlp,
+    orthogonal,
+    tower_widths,
+)
 
 
 class ActorCritic(nn.Module):
@@ -32,10 +39,7 @@ class ActorCritic(nn.Module):
         self.action_space = action_space
         self.encoder = build_encoder(observation_space)
         width = encoding_width(self.encoder)
-        if net_arch is None:
-            net_arch = [] if is_image(observation_space) else [64, 64]
-        net_arch = hidden_widths(net_arch, ("pi", "vf"))
-        pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)
+        pi, vf = tower_widths(observation_space, net_arch, ("pi", "vf"))
         self.critic = critic
         self.parallel = critic and list(pi) == list(vf) and len(pi) > 0
         self.towers: nn.Module
@@ -85,9 +89,7 @@ class ValueNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(observation_space)
-        if net_arch is None:
-            net_arch = [] if is_image(observation_space) else [64, 64]
-        sizes = [encoding_width(self.encoder), *hidden_widths(net_arch)]
+        sizes = [encoding_width(self.encoder), *hidden_widths(observation_space, net_arch)]
         self.tower = mlp(sizes, activation_fn)
         self.head = nn.Linear(sizes[-1], 1)
         if ortho_init:

@@ -9,24 +9,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules import functional as F
-from rl_modules.common.spaces import is_image
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
 from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, full_precision, hidden_widths, mlp
+from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, full_precision, mlp
 from rl_modules.networks.q_network import apply_tower
 from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
-
-
-def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Any) -> tuple[list[int], list[int]]:
-    """Hidden widths of policy and critics, from ``net_arch``."""
-    if net_arch is None:
-        net_arch = [] if is_image(observation_space) else default
-    widths = hidden_widths(net_arch, ("pi", "qf"))
-    return (widths["pi"], widths["qf"]) if isinstance(widths, dict) else (widths, widths)
 
 
 class ActionBounds(nn.Module):

@@ -124,18 +124,7 @@ def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int
     """Returns a user's network of action values, ``cls(observation_space, action_space, **init_args)``."""
     module = make("network", given, observation_space, spaces.Discrete(shape[-1]))
     check_shape("network", module, (2, *shape), observation_space)
-    return CustomQNetwork(module)
-
-
-class CustomQNetwork(nn.Module):
-    """A user's network of action values: observations in its dtype, values in float32 at least."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, observation: Any) -> Tensor:
-        return full_precision(self.module(in_dtype_of(self.module, observation)))
+    return CustomNetwork(module)
 
 
 def in_dtype_of(module: nn.Module, observation: Any) -> Any:
@@ -191,8 +180,8 @@ class CustomGaussianPolicy(SquashedGaussianPolicy):
         return full_precision(mean), full_precision(log_std).clamp(LOG_STD_MIN, LOG_STD_MAX)
 
 
-class CustomPolicy(nn.Module):
-    """A user's policy for TD3 and DDPG, from observations to actions in [-1, 1], [B, A]."""
+class CustomNetwork(nn.Module):
+    """A user's action values, or policy for TD3 and DDPG: observations in its dtype, numbers in float32 at least."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -240,7 +229,7 @@ def custom_policy_and_critics(
         kind = "mean and log standard deviation" if gaussian else "actions"
         raise UsageError(f"network: {name}.policy returned {shapes_of(out)} for 2 observations; it must return {kind} "
                          f"of shape {wanted}")  # fmt: skip
-    policy = CustomGaussianPolicy(module.policy) if gaussian else CustomPolicy(module.policy)
+    policy = CustomGaussianPolicy(module.policy) if gaussian else CustomNetwork(module.policy)
     critics = custom_critics(f"network: {name}.critics", module.critics, observation_space, bounds.width, shape)
     return PolicyAndCritics(policy, critics, bounds)
 

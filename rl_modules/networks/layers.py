@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.spaces import is_image
 from rl_modules.fast import is_fast
 from rl_modules.fast.modules import FastTanh, call
 
@@ -110,15 +112,28 @@ class ParallelMLP(nn.Module):
         return latents.unbind(0)
 
 
-def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
-    """Checks ``net_arch`` and returns it."""
+def hidden_widths(space: spaces.Space, net_arch: Any, default: Sequence[int] = (64, 64)) -> list[int]:
+    """Returns the widths of hidden layers; None: the default ones, and none after a convolutional encoder."""
     if isinstance(net_arch, dict):
-        if not towers or set(net_arch) != set(towers):
-            wanted = f"a dictionary with the keys {' and '.join(towers)}" if towers else "a list of widths"
-            raise UsageError(f"net_arch={net_arch} must be {wanted}{', or one list for both' if towers else ''}")
-        return {name: hidden_widths(net_arch[name]) for name in towers}
+        raise UsageError(f"net_arch={net_arch} must be a list of widths")
     check_widths("net_arch", net_arch)
-    return list(net_arch)
+    return list(net_arch) if net_arch is not None else [] if is_image(space) else list(default)
+
+
+def tower_widths(
+    space: spaces.Space, net_arch: Any, towers: tuple[str, str], default: Any = (64, 64)
+) -> tuple[list[int], list[int]]:
+    """Returns the widths of two towers, from a list for both or a dictionary; see :func:`hidden_widths`."""
+    if net_arch is None and not is_image(space):
+        net_arch = default
+    if not isinstance(net_arch, dict):
+        widths = hidden_widths(space, net_arch)
+        return widths, widths
+    if set(net_arch) != set(towers):
+        raise UsageError(f"net_arch={net_arch} must be a dictionary with the keys {' and '.join(towers)}, or one list "
+                         "for both")  # fmt: skip
+    first, second = (hidden_widths(space, net_arch[name]) for name in towers)
+    return first, second
 
 
 def check_widths(name: str, net_arch: Any) -> Any:

@@ -10,7 +10,6 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from rl_modules.common.spaces import is_image
 from rl_modules.fast.modules import call, is_hooked
 from rl_modules.fast.relu_mlp import pays, relu_mlp, takes
 from rl_modules.networks.encoders import build_encoder, encoding_width
@@ -33,11 +32,9 @@ class QNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(observation_space)
-        if net_arch is None:
-            net_arch = [] if is_image(observation_space) else [64, 64]
-        sizes = [encoding_width(self.encoder), *hidden_widths(net_arch)]
+        sizes = [encoding_width(self.encoder), *hidden_widths(observation_space, net_arch)]
         self.dueling = dueling
-        split = len(sizes) - 1 if dueling and net_arch else len(sizes)
+        split = max(len(sizes) - 1, 1) if dueling else len(sizes)
         self.trunk = mlp(sizes[:split], activation_fn)
         if dueling:
             self.streams = ParallelMLP(2, sizes[split - 1 :], activation_fn)

@@ -10,10 +10,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rl_modules.common.spaces import is_image, tree_leaves, tree_map
+from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.networks.encoders import build_encoder, init_orthogonal
-from rl_modules.networks.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
+from rl_modules.networks.layers import full_precision, last_layer, mlp, orthogonal, tower_widths
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -61,10 +61,7 @@ class RecurrentActorCritic(nn.Module):
         # Rows of one memory's state: its layers, twice for an LSTM.
         self.rows = n_layers * (2 if rnn == "lstm" else 1)
         self.state_shape = (self.rows * (2 if critic_rnn else 1), hidden_size)
-        if net_arch is None:
-            net_arch = [] if is_image(observation_space) else [64, 64]
-        net_arch = hidden_widths(net_arch, ("pi", "vf"))
-        pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)
+        pi, vf = tower_widths(observation_space, net_arch, ("pi", "vf"))
         self.policy_tower = mlp([hidden_size, *pi], activation_fn)
         self.value_tower = mlp([hidden_size, *vf], activation_fn)
         self.policy_head = nn.Linear([hidden_size, *pi][-1], parameter_count(action_space))
