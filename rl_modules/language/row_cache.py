@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rl_modules.common.modules import on
+from rl_modules.common.modules import cast_once, on
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts
@@ -72,7 +72,7 @@ class RowCache(Cache):
 
     def attention(self, model: Any) -> AbstractContextManager[None]:
         """Returns the context in which the model is called with this cache."""
-        return nullcontext()
+        return cast_once(next(model.parameters()).device.type)
 
     def replace(self, holes: list[int], movers: list[int], rows: int) -> None:
         """Copies the rows ``movers`` over the rows ``holes``, and keeps the first ``rows`` rows."""

@@ -112,7 +112,7 @@ class SharedPromptCache(RowCache):
     def attention(self, model: Any) -> Iterator[None]:
         token = _current.set(self)
         try:
-            with attention_of(model, _NAME):
+            with attention_of(model, _NAME), super().attention(model):
                 yield
         finally:
             _current.reset(token)

@@ -7,7 +7,7 @@ arXiv:2410.10989, section 3.2; here with log-probabilities for an output, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from rl_modules import functional as F
 from rl_modules.functional.tokens import token_log_probs_gradient
@@ -26,7 +27,7 @@ from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.support import Process
 
 #: Elements of a tile's logits; on a CPU 64 MB of float32.
-TILE = {"cpu": 2**24, "accelerator": 2**28}
+TILE = {"cpu": 2**24, "accelerator": 2**27}
 #: A model's processing of the output layer's result.
 Tail = Callable[[Tensor], Tensor]
 _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
@@ -48,14 +49,16 @@ def tiled_statistics(
     at_once = equal_weights and torch.is_grad_enabled()
     # Hooks on the output layer have chosen the states; a sharded model's are still there while tiles are computed.
     run = head.forward if is_sharded(model) else head
-    asked = _Asked(lambda x: tail(run(x)), rows, temperature, entropy, accuracy, at_once, process)
+    asked = _Asked(head, run, tail, rows, temperature, entropy, accuracy, at_once, process)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     found = _Tiles.apply(states, target, asked, *weights)
     return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)
 
 
 class _Asked(NamedTuple):
-    logits: Tail
+    head: nn.Module
+    run: Tail
+    tail: Tail
     #: Tokens of a tile.
     rows: int
     temperature: float
@@ -66,22 +69,31 @@ class _Asked(NamedTuple):
     #: Changes the logits of each token.
     process: Process | None = None
 
-    def logits_of(self, x: Tensor, begin: int) -> Tensor:
-        """Logits of a tile, whose first token has this number."""
-        logits = self.logits(x)
+    def cast(self, kind: str) -> dict[str, Tensor]:
+        """The output layer's weights as autocast would have them for each tile; none where it leaves them."""
+        if type(self.head) is not nn.Linear or not torch.is_autocast_enabled(kind):
+            return {}
+        dtype = torch.get_autocast_dtype(kind)
+        named = self.head.named_parameters()
+        return {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in named}
+
+    def logits_of(self, x: Tensor, begin: int, cast: dict[str, Tensor]) -> Tensor:
+        """Logits of a tile, whose first token has this number, by weights that :meth:`cast` returned."""
+        logits = self.tail(functional_call(self.head, cast, (x,)) if cast else self.run(x))
         return logits if self.process is None else self.process(logits, slice(begin, begin + x.shape[1]))
 
 
 class _Gradients:
     """Gradients of states and weights, summed up over tiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Sequence[Tensor], cast: dict[str, Tensor]) -> None:
         self.states: list[Tensor] = []
         self.weights: list[Tensor] | None = None
+        self._dtypes = [weight.dtype for weight in weights]
+        self._leaves = [x for x in cast.values() if x.requires_grad] if cast else list(weights)
 
     def add(
-        self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor],
-        entropy_slope: Tensor | None = None,
+        self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], entropy_slope: Tensor | None = None
     ) -> None:  # fmt: skip
         """Those of one tile."""
         target, log_prob, slope = tile
@@ -96,10 +108,10 @@ class _Gradients:
         token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
         if more is not None:
             z.add_(more)
-        part, *found = torch.autograd.grad(logits, [x, *weights], z)
+        part, *found = torch.autograd.grad(logits, [x, *self._leaves], z)
         self.states.append(part)
         if self.weights is None:
-            self.weights = found
+            self.weights = [x.to(dtype) for x, dtype in zip(found, self._dtypes, strict=True)]
         else:
             for total, more in zip(self.weights, found, strict=True):
                 total.add_(more)
@@ -110,15 +122,16 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, target: Tensor, asked: _Asked, *weights: Tensor) -> tuple[Tensor, ...]:
-        parts, gradients = [], _Gradients()
+        cast = asked.cast(states.device.type)
+        parts, gradients = [], _Gradients(weights, cast)
         for i, (x, y) in enumerate(zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True)):
             with torch.set_grad_enabled(asked.at_once):
                 x = x.detach().requires_grad_(asked.at_once)
-                logits = asked.logits_of(x, i * asked.rows)
+                logits = asked.logits_of(x, i * asked.rows, cast)
             parts.append(statistics(logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy))
             if asked.at_once:
                 log_prob = parts[-1].log_prob
-                gradients.add(asked, x, logits, (y, log_prob, torch.ones_like(log_prob)), list(weights))
+                gradients.add(asked, x, logits, (y, log_prob, torch.ones_like(log_prob)))
             del logits
         log_prob, *others = (
             states.new_empty(0) if column[0] is None else torch.cat(column, 1) for column in zip(*parts, strict=True)
@@ -149,14 +162,15 @@ class _Tiles(torch.autograd.Function):
             states, *weights = (tensor * factor.to(tensor.dtype) for tensor in ctx.saved_tensors)
             return states, None, None, *weights
         states, target, log_prob, *weights = ctx.saved_tensors
-        gradients = _Gradients()
         columns = [states, target, log_prob, grad, *([] if spread is None else [spread])]
         with torch.autocast(*ctx.autocast):
+            cast = asked.cast(states.device.type)
+            gradients = _Gradients(weights, cast)
             for i, (x, *tile) in enumerate(zip(*(tensor.split(asked.rows, 1) for tensor in columns), strict=True)):
                 x = x.detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = asked.logits_of(x, i * asked.rows)
-                gradients.add(asked, x, logits, tuple(tile[:3]), weights, *tile[3:])
+                    logits = asked.logits_of(x, i * asked.rows, cast)
+                gradients.add(asked, x, logits, tuple(tile[:3]), *tile[3:])
         return torch.cat(gradients.states, 1), None, None, *(gradients.weights or [])
 
 
