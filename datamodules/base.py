@@ -14,7 +14,7 @@ from datamodules.collector import Collector, make_collector
 from datamodules.environments import Environments
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
-from datamodules.experience import Experience, LazyLoader, gather_ranks, state_of_rank
+from datamodules.experience import Experience, LazyLoader
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -373,6 +373,8 @@ class ControlDataModule(Experience):
         """Returns the state of every rank, which a run needs to resume exactly."""
         if self._collector is None:
             return {}
+        from rl_modules.ranks import gather_ranks
+
         ranks = gather_ranks(self.rank_state(), self._rank, self._world_size)
         return {"num_timesteps": self.num_timesteps, "n_envs": self.n_envs, "ranks": ranks}
 
@@ -383,6 +385,8 @@ class ControlDataModule(Experience):
         if "n_envs" not in state_dict:
             raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
                              "a new run from its weights")  # fmt: skip
+        from rl_modules.ranks import state_of_rank
+
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
         if (saved := state_dict["n_envs"]) != self.n_envs:
             raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.arguments import building
-from rl_modules.common.errors import UsageError
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared
@@ -129,44 +128,3 @@ def available_bytes() -> int:
             # Cached files count as used, but the system frees them when needed.
             known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
     return min(known, default=2**63)
-
-
-# ---------------------------------------------------------------- state
-
-
-def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
-    """Every rank's state, on rank 0 (Lightning saves rank 0's alone); all ranks call it together."""
-    if world_size == 1:
-        return [own]
-    from rl_modules.ranks import cpu_group  # only several ranks need it
-
-    states: list[Any] = [None] * world_size
-    # Rank 0 writes the checkpoint; the other ranks do not need the states.
-    torch.distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())
-    return states
-
-
-def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
-    """This rank's state; a UsageError if the checkpoint has another number of ranks."""
-    if len(states) != world_size:
-        raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
-                         "as many")  # fmt: skip
-    return states[rank]
-
-
-def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
-    """Returns the minibatch of its epoch at which a run resumes; ``begun``: the next epoch's experience is there."""
-    if saved == layout:
-        return position
-    if position % saved["length"] or begun:
-        changed = ", ".join(f"{name}={value} (it has {saved.get(name)})" for name, value in layout.items()
-                            if value != saved.get(name) and name != "length")  # fmt: skip
-        why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
-        raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
-                         "settings, or from a finished run")  # fmt: skip
-    return 0
-
-
-def preparation(learner: Any) -> dict[str, Any]:
-    """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
-    return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}

@@ -17,9 +17,10 @@ from torch import Tensor
 from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, announce_memory, make_buffer, place_buffer
 from datamodules.collector import prepared_by, rollout_act
-from datamodules.experience import LazyLoader, preparation, resumed_position
+from datamodules.experience import LazyLoader
 from datamodules.hindsight import STRATEGIES, check_hindsight
 from datamodules.samplers import PrioritizedSampler, UniformSampler
+from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
 from rl_modules.common.modules import evaluation_mode

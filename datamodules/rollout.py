@@ -11,7 +11,7 @@ from torch import Tensor
 from datamodules.base import Batch, ControlDataModule
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.evaluation import count_evaluations
-from datamodules.experience import LazyLoader, available_bytes, preparation, resumed_position
+from datamodules.experience import LazyLoader, available_bytes
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import generator_of
@@ -311,6 +311,8 @@ class RolloutDataModule(ControlDataModule):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
+        from rl_modules.checkpoints import preparation
+
         if self._ahead is not None:  # it steps the environments, which are asked for their episodes
             self._finish_ahead()
         if self._recorded is not None:
@@ -321,6 +323,8 @@ class RolloutDataModule(ControlDataModule):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
+        from rl_modules.checkpoints import preparation, resumed_position
+
         super().load_rank_state(state)
         saved, is_ahead = state["layout"], self._next is not None
         if self.hparams["rollouts_per_epoch"] is None and self._position % saved["length"]:

@@ -1,14 +1,13 @@
 """The one base of all algorithms, in control and in language: arguments, hooks, checkpoints, ranks and curves."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
-from rl_modules.common.arguments import building, settings_of
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame, is_cut_off
@@ -148,40 +147,21 @@ class Algorithm(Declared, L.LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
-        from rl_modules.ranks import is_returning
+        from rl_modules.ranks import is_returning, returned
 
         weights = super().state_dict(*args, **kwargs)
         if args or kwargs or "_has_returned" in self.__dict__ or not is_returning(self._trainer):
             return weights
         self.__dict__["_has_returned"] = True
-        checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(self.hparams)}
-        self.on_save_checkpoint(checkpoint)
-        source: Any = getattr(self._trainer, "datamodule", None)
-        metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
-        checkpoint["reached"] = {"global_step": self.trainer.global_step, "metrics": metrics,
-                                 "began_at": self.began_at}  # fmt: skip
-        return {CHECKPOINT: checkpoint}
+        return {CHECKPOINT: returned(self, weights)}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads weights, or what a rank has returned."""
         if CHECKPOINT not in state_dict:
             return super().load_state_dict(state_dict, strict, assign)
-        checkpoint = state_dict[CHECKPOINT]
-        self.reached = checkpoint["reached"]
-        self.began_at = checkpoint["reached"]["began_at"]
-        # Custom networks are those given here: a file of weights, which may have this key, must not select one.
-        kept = getattr(self, "own_networks", ())
-        for name, value in checkpoint["hyper_parameters"].items():
-            if self.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
-                self.hparams[name] = value
-        # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
-        trainer, self._trainer = self._trainer, None
-        try:
-            self.configure_model()
-            self.on_load_checkpoint(checkpoint)
-            return self.load_state_dict(checkpoint["state_dict"])
-        finally:
-            self._trainer = trainer
+        from rl_modules.ranks import take_returned
+
+        return take_returned(self, state_dict[CHECKPOINT])
 
     # ---------------------------------------------------------------- loading
 
@@ -194,34 +174,10 @@ class Algorithm(Declared, L.LightningModule):
 
         Refuses an unknown hyperparameter, a file of another class, a function for its network, and other weights.
         """
-        from rl_modules.common.checkpoint_file import read_checkpoint
-        from rl_modules.common.foreign_names import refuse_foreign_call
+        from rl_modules.common.checkpoint_file import loading
 
-        taken = ("map_location", "hparams_file", "strict")
-        refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
-        if checkpoint_path is None:
-            raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
-        settings = None
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            saved = read_checkpoint(checkpoint_path)
-            settings = settings_of(saved)
-            algorithm = saved.get("algorithm")
-            if algorithm != cls.__name__:
-                raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
-                                 f", not {cls.__name__}; load it with that class")  # fmt: skip
-            for name, given in saved.get("left_out", {}).items():
-                if name not in kwargs:
-                    raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
-                                     f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
-        try:
-            with building(cls, kwargs, settings):
-                return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
-        except RuntimeError as error:
-            if "Error(s) in loading state_dict" not in str(error):
-                raise
-            detail = " ".join(str(error).split())[:300]
-            raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
-                             f"hyperparameters describe: {detail}") from error  # fmt: skip
+        with loading(cls, checkpoint_path, kwargs):
+            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
 
 
 def begin_training(module: Any) -> None:

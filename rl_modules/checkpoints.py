@@ -132,3 +132,24 @@ def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
     rank_zero_warn(f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint can "
                    f"hold, and this fit has the default instead; to train as before, give it again: "
                    f"load_from_checkpoint(…, {again})")  # fmt: skip
+
+
+# ---------------------------------------------------------------- minibatches
+
+
+def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
+    """Returns the minibatch of its epoch at which a run resumes; ``begun``: the next epoch's experience is there."""
+    if saved == layout:
+        return position
+    if position % saved["length"] or begun:
+        changed = ", ".join(f"{name}={value} (it has {saved.get(name)})" for name, value in layout.items()
+                            if value != saved.get(name) and name != "length")  # fmt: skip
+        why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
+        raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
+                         "settings, or from a finished run")  # fmt: skip
+    return 0
+
+
+def preparation(learner: Any) -> dict[str, Any]:
+    """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
+    return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}

@@ -10,6 +10,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed
 
+from rl_modules.common.errors import UsageError
+
 #: The default group and the gloo group made for it; torch drops the second when it destroys the first.
 _gloo_group: tuple[Any, Any] = (lambda: None, lambda: None)
 
@@ -113,3 +115,56 @@ def is_returning(trainer: Trainer | None) -> bool:
         and launches(trainer)
         and multiprocessing.parent_process() is not None
     )
+
+
+# ---------------------------------------------------------------- what a rank returns to the process that started it
+
+
+def returned(module: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns all that a checkpoint holds, and what the run has reached; Lightning loads it in the other process."""
+    checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    source: Any = getattr(module._trainer, "datamodule", None)
+    metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
+    step = module.trainer.global_step
+    return {**checkpoint, "reached": {"global_step": step, "metrics": metrics, "began_at": module.began_at}}
+
+
+def take_returned(module: Any, checkpoint: dict[str, Any]) -> Any:
+    """Loads what a rank has returned into a module, which has built no network."""
+    module.reached = checkpoint["reached"]
+    module.began_at = checkpoint["reached"]["began_at"]
+    # Custom networks are those given here: a file of weights, which may have this key, must not select one.
+    kept = getattr(module, "own_networks", ())
+    for name, value in checkpoint["hyper_parameters"].items():
+        if module.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
+            module.hparams[name] = value
+    # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
+    trainer, module._trainer = module._trainer, None
+    try:
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        return module.load_state_dict(checkpoint["state_dict"])
+    finally:
+        module._trainer = trainer
+
+
+# ---------------------------------------------------------------- a datamodule's part of a checkpoint
+
+
+def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
+    """Every rank's state, on rank 0 (Lightning saves rank 0's alone); all ranks call it together."""
+    if world_size == 1:
+        return [own]
+    states: list[Any] = [None] * world_size
+    # Rank 0 writes the checkpoint; the other ranks do not need the states.
+    distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())
+    return states
+
+
+def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state; a UsageError if the checkpoint has another number of ranks."""
+    if len(states) != world_size:
+        raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
+                         "as many")  # fmt: skip
+    return states[rank]

@@ -21,7 +21,6 @@ from torch import Tensor
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
-from datamodules.experience import gather_ranks
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
@@ -29,7 +28,7 @@ from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.ranks import explained_variance
+from rl_modules.ranks import explained_variance, gather_ranks
 from tests.ranks import on_ranks
 from tests.rl_modules.test_subclass_updates import Curious
 from tests.training import assert_equal_checkpoints, fit, rollouts

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from datamodules.experience import LazyLoader, gather_ranks, state_of_rank
+from datamodules.experience import LazyLoader
 from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.notices import note_completions, note_demonstrations, notice
@@ -451,6 +451,8 @@ class LanguageDataModule(LanguageArguments):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream of records and what is left of a generation, of every rank."""
+        from rl_modules.ranks import gather_ranks
+
         own = {**state_of(self), "layout": self._layout}
         return {"ranks": gather_ranks(own, self._rank, self._world_size)}
 
@@ -458,6 +460,8 @@ class LanguageDataModule(LanguageArguments):
         """The inverse of :meth:`state_dict`; a UsageError for another number of ranks, or steps of another size."""
         if not self.is_fitting:
             return
+        from rl_modules.ranks import state_of_rank
+
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
         load_state(self, own, self.learner_trainer.strategy.root_device)
         self._position = self._resumed(own["position"], own["layout"])

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.experience import LazyLoader, resumed_position
+from datamodules.experience import LazyLoader
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
@@ -492,6 +492,8 @@ class PromptDataModule(LanguageDataModule):
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
 
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
+        from rl_modules.checkpoints import resumed_position
+
         if self.environment is not None:
             from datamodules.language.environments import replayable
 

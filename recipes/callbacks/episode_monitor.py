@@ -10,8 +10,8 @@ from typing import IO, Any
 import lightning as L
 
 from datamodules.base import ControlDataModule
-from datamodules.experience import gather_ranks
 from rl_modules.common.errors import UsageError
+from rl_modules.ranks import gather_ranks
 
 #: Of every episode, as in Stable-Baselines3.
 COLUMNS = ("r", "l", "t")

@@ -4,7 +4,8 @@ import inspect
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 
-from rl_modules.common.arguments import is_storable, name_of, plain, settings_of
+from rl_modules.common.arguments import building, is_storable, name_of, plain, settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import Declared, takes_own_arguments
 
@@ -204,3 +205,43 @@ def described(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(described(item) for item in value)
     return value if is_storable(value) else name_of(value)
+
+
+# ---------------------------------------------------------------- loading a module
+
+
+@contextmanager
+def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """Checks the file and the arguments that replace its own, from which Lightning builds a module within the context.
+
+    Raises:
+        UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
+            for its network, or weights of another network.
+    """
+    from rl_modules.common.foreign_names import refuse_foreign_call
+
+    taken = ("map_location", "hparams_file", "strict")
+    refuse_foreign_call(cls, (), {name: value for name, value in arguments.items() if name not in taken})
+    if checkpoint_path is None:
+        raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
+    settings = None
+    if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+        saved = read_checkpoint(checkpoint_path)
+        settings = settings_of(saved)
+        algorithm = saved.get("algorithm")
+        if algorithm != cls.__name__:
+            raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
+                             f", not {cls.__name__}; load it with that class")  # fmt: skip
+        for name, given in saved.get("left_out", {}).items():
+            if name not in arguments:
+                raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
+                                 f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
+    try:
+        with building(cls, arguments, settings):
+            yield
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        detail = " ".join(str(error).split())[:300]
+        raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
+                         f"hyperparameters describe: {detail}") from error  # fmt: skip
