@@ -20,7 +20,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
+from rl_modules import DPO, DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.language.fast.grouped_attention import without_plans
 
 
@@ -110,9 +110,17 @@ def _prompts(size: Size, folder: Path, num_generations: int) -> PromptDataModule
                             num_generations=num_generations, reward_funcs=reward)  # fmt: skip
 
 
-def _sft(size: Size, folder: Path) -> tuple[Any, Any]:
-    data = InstructionDataModule(path=str(folder / "texts.jsonl"), batch_size=size.batch_size, eval_steps=0)
-    return SFT(**_model(size)), data
+def _sft(**more: Any) -> Callable[[Size, Path], tuple[Any, Any]]:
+    def make(size: Size, folder: Path) -> tuple[Any, Any]:
+        data = InstructionDataModule(path=str(folder / "texts.jsonl"), batch_size=size.batch_size, eval_steps=0)
+        return SFT(**_model(size), **more), data
+
+    return make
+
+
+def _dpo(size: Size, folder: Path) -> tuple[Any, Any]:
+    data = PreferenceDataModule(path=str(folder / "pairs.jsonl"), batch_size=size.batch_size // 2, eval_steps=0)
+    return DPO(**_model(size)), data
 
 
 def _reward_model(size: Size, folder: Path) -> tuple[Any, Any]:
@@ -146,8 +154,9 @@ def _dqn(size: Size, folder: Path) -> tuple[Any, Any]:
 
 
 CASES = (
-    Case("SFT", _sft, 1, 1),
+    Case("SFT", _sft(), 1, 1),
     Case("RewardModel", _reward_model, 1, 1),
+    Case("DPO", _dpo, 2, 1),
     Case("GRPO", _grpo(), 1, 1),
     Case("GRPO with a reference", _grpo(beta=0.04), 2, 1),
     Case("GRPO, 8 rows in flight", _grpo(max_rows_in_flight=8), 1, 1),
@@ -157,6 +166,7 @@ CASES = (
     Case("RLHFPPO", _rlhf_ppo, 4, 2),
     # The lengths of verl's published step of PPO on Qwen2.5-0.5B and GSM8K, which takes 67.6 s on one card.
     Case("RLHFPPO, verl's lengths", _rlhf_ppo, 4, 2, lengths=(256, 103, 305), micro_batches=16),
+    Case("SFT, compiled layers", _sft(torch_compile=True), 1, 1),
     Case("PPO", _ppo, 0, 0, is_language=False),
     Case("DQN", _dqn, 0, 0, is_language=False),
 )

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 
 import rl_modules
-from benchmarks.gpu_cases import HALF_BILLION, TINY
+from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from rl_modules import GRPO, PPO, SFT
 
@@ -155,6 +155,9 @@ def decoding(place: Place) -> Iterator[Line]:
             yield Line("first generation, s above a later one", first - later, target="≤ 1.5")
             other = seconds(rows, columns - new - 5, new)
             yield Line("another length of prompts, s above that", other - later, target="≤ .1")
+    rows, columns = place.of((128, 1024), (4, 16))
+    for way, us in attention_us(rows, columns, place.device).items():
+        yield Line(f"µs of one layer's attention, {rows} x {columns}, {way}", us)
 
 
 def grpo(place: Place) -> Iterator[Line]:
@@ -371,16 +374,18 @@ def replay(name: str, target: str) -> Callable[[Place], Iterator[Line]]:
 
     def run(place: Place) -> Iterator[Line]:
         ours = {}
-        for graph in (True, False):
+        for graph, where in ((True, "auto"), (True, "cpu"), (False, "auto")):
             steps = place.of(3000 if graph else 600, 60)
             data = ReplayDataModule("Pendulum-v1", learning_starts=100 if steps > 100 else 10, batch_size=256,
-                                    buffer_size=10_000, eval_freq=0, total_timesteps=steps,
+                                    buffer_size=10_000, eval_freq=0, total_timesteps=steps, buffer_device=where,
                                     rollouts_per_epoch=steps // 6)  # fmt: skip
             stamps = Stamps(place, every=steps // 6)
             module = getattr(rl_modules, name)(net_arch=[256, 256], graph=graph)
             place.trainer(stamps, precision="32-true").fit(module, datamodule=data)
-            ours[graph] = steps // 6 / _per_step(stamps.at)
-        yield Line("updates/s, graph", ours[True], "eager", ours[False])
+            ours[graph, where] = steps // 6 / _per_step(stamps.at)
+        fastest = ours[True, "auto"]
+        yield Line("updates/s, graph", fastest, "eager", ours[False, "auto"])
+        yield Line("updates/s, graph", fastest, "buffer on the host", ours[True, "cpu"])
         if find_spec("stable_baselines3") is None:
             return
         import stable_baselines3
@@ -397,7 +402,7 @@ def replay(name: str, target: str) -> Callable[[Place], Iterator[Line]]:
             peer.learn(steps, reset_num_timesteps=False)
         theirs = steps / (place.now() - began_s)
         envs.close()
-        yield Line("updates/s, graph", ours[True], "Stable-Baselines3", theirs, target)
+        yield Line("updates/s, graph", fastest, "Stable-Baselines3", theirs, target)
 
     return run
 

@@ -18,10 +18,8 @@ def compile_layers(module: Any) -> None:
     Raises:
         UsageError: torch can't compile here, or not these models.
     """
-    models = [part for part in module.children() if hasattr(part, "config")
-              and any(p.requires_grad for p in part.parameters())]  # fmt: skip
-    _check(module, models)
-    for model in models:
+    _check(module)
+    for model in module.trained_models:
         network = transformers_model(model)
         found = blocks_of(body_of(network))
         if found is None:
@@ -32,8 +30,8 @@ def compile_layers(module: Any) -> None:
                 block.compile(dynamic=True)
 
 
-def _check(module: Any, models: list[Any]) -> None:
-    if any(is_sharded(model) for model in models):
+def _check(module: Any) -> None:
+    if any(is_sharded(model) for model in module.trained_models):
         raise UsageError("torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "
                          "stay outside of compiled code; leave one of them out")  # fmt: skip
     if module.hparams["gradient_checkpointing"] == "selective":

@@ -57,6 +57,12 @@ class LanguageMetrics(Algorithm):
     _logged_names: dict[str, str]
     _throughput: Throughput
 
+    @property
+    def trained_models(self) -> list[Any]:
+        """The models with weights that train: the policy, of RLHF by PPO also the value model."""
+        models = [part for part in self.children() if hasattr(part, "config")]
+        return [model for model in models if any(p.requires_grad for p in model.parameters())]
+
     def record(self, weight: Tensor | float = 1.0, /, **metrics: Tensor | float) -> None:
         """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
 
@@ -144,7 +150,7 @@ class LanguageMetrics(Algorithm):
         if self.num_tokens:
             metrics["train/num_tokens"] = float(self.num_tokens)
         rates = self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
-        metrics |= {**rates, **device_figures(self.model, self.trainer, rates)}
+        metrics |= {**rates, **device_figures(torch.nn.ModuleList(self.trained_models), self.trainer, rates)}
         metrics = self.summarize(metrics)
         self.latest_metrics.update(metrics)
         hand_to_callbacks(self.trainer, metrics)

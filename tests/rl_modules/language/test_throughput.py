@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rl_modules.language import throughput
+from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.throughput import device_figures
+from tests.rl_modules.language.test_device import TINY, case
 from tests.rl_modules.language.test_run_state import Curves, addition, fit, grpo
 from tests.training import tensors_of
 
@@ -102,3 +104,25 @@ def test_a_cpu_has_no_such_figures():
     trainer = SimpleNamespace(precision="bf16-mixed", world_size=1, strategy=SimpleNamespace(
         root_device=torch.device("cpu")))  # fmt: skip
     assert device_figures(torch.nn.Linear(2, 2), trainer, {"time/training_tokens_per_second": 1.0}) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "reward model", "dpo", "kto", "grpo", "rlhf"])
+def test_every_algorithm_has_the_figures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds in every point; the share of the device's speed counts all models that train."""
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def spy(models: Any, trainer: Any, rates: dict[str, float]) -> dict[str, float]:
+        seen.append((sum(p.numel() for p in models.parameters() if p.requires_grad), rates))
+        return {"time/peak_memory_gib": 1.0}
+
+    monkeypatch.setattr("rl_modules.language.metrics.device_figures", spy)
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    module, data = case(name, str(judge.export(tmp_path / "judge")))
+    curves = Curves()
+    fit(module, data, max_steps=2, logger=curves, limit_val_batches=0)
+    assert seen[0][0] == sum(p.numel() for p in module.parameters() if p.requires_grad)
+    points = [point for _, point in curves.points if "time/peak_memory_gib" in point]
+    assert points and all(point["time/training_tokens_per_second"] > 0 for point in points)
+    assert name not in ("grpo", "rlhf") or all(point["time/sampling_tokens_per_second"] > 0 for point in points)
