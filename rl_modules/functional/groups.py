@@ -41,12 +41,11 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
     """
     require_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
     group, scored, has_spread = _groups(reward, num_generations)
-    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
-    if scale_rewards == "group":
-        centred = centred / (_std(group, scored, -1) + _STD_FLOOR)
-    elif scale_rewards == "batch":
-        centred = centred / (_std(group.view(1, -1), scored.view(1, -1), -1) + _STD_FLOOR)
-    return centred.view(-1)
+    mean, std = _moments(group, scored)
+    centred = torch.where(has_spread, group - mean, 0.0)
+    if scale_rewards == "batch":
+        _, std = _moments(group.view(1, -1), scored.view(1, -1))
+    return (centred if scale_rewards == "none" else centred / (std + _STD_FLOOR)).view(-1)
 
 
 def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
@@ -74,7 +73,7 @@ def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
     """
     group, scored, has_spread = _groups(reward, num_generations)
     count = scored.sum(-1, keepdim=True)
-    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
+    centred = torch.where(has_spread, group - _moments(group, scored)[0], 0.0)
     return (centred * (count / (count - 1).clamp(min=1))).view(-1)
 
 
@@ -102,8 +101,8 @@ def batch_advantages(reward: Tensor) -> Tensor:
         return as_constant(reward)
     group = as_constant(reward).view(1, -1)
     scored, has_spread = _scored(group)
-    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
-    return (centred / (_std(group, scored, -1) + _STD_FLOOR)).view(-1)
+    mean, std = _moments(group, scored)
+    return (torch.where(has_spread, group - mean, 0.0) / (std + _STD_FLOOR)).view(-1)
 
 
 def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
@@ -154,10 +153,9 @@ def _scored(group: Tensor) -> tuple[Tensor, Tensor]:
     return scored, scored & (highest > lowest)
 
 
-def _mean(x: Tensor, counts: Tensor, dim: int) -> Tensor:
-    return torch.where(counts, x, 0.0).sum(dim, keepdim=True) / counts.sum(dim, keepdim=True).clamp(min=1)
-
-
-def _std(x: Tensor, counts: Tensor, dim: int) -> Tensor:
-    squares = torch.where(counts, x - _mean(x, counts, dim), 0.0).square().sum(dim, keepdim=True)
-    return (squares / (counts.sum(dim, keepdim=True) - 1).clamp(min=1)).sqrt()
+def _moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the elements that count of each row, with n - 1 in the latter's denominator."""
+    n = counts.sum(-1, keepdim=True)
+    mean = torch.where(counts, x, 0.0).sum(-1, keepdim=True) / n.clamp(min=1)
+    squares = torch.where(counts, x - mean, 0.0).square().sum(-1, keepdim=True)
+    return mean, (squares / (n - 1).clamp(min=1)).sqrt()

@@ -114,7 +114,8 @@ class Decoding:
         if len(part.lengths) > known:
             lengths = part.lengths[known:]
             begin = part.tokens.shape[1] - max(lengths)
-            tokens, positions, mask = (x[known:, begin:] for x in (part.tokens, part.positions, part.mask))
+            tokens, mask = part.tokens[known:, begin:], part.mask[known:, begin:]
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)  # a prompt's first token is at 0 after any padding
             self.cache.read()
             behind.append(self._forward(self.cache, tokens, positions, mask if len(set(lengths)) > 1 else None))
         logits = torch.cat(behind) if len(behind) > 1 else behind[0]

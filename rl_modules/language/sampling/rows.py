@@ -51,11 +51,6 @@ class Prompts:
         tokens, mask, length, source = (x.to(device, non_blocking=True) for x in (tokens, mask, length, source))
         return cls(tokens, mask, length, source, lengths, sources)
 
-    @property
-    def positions(self) -> Tensor:
-        """A prompt's first token is at 0, however much padding comes before it; (U, S)."""
-        return (self.mask.cumsum(-1) - 1).clamp(min=0)
-
     def seen(self, words: int) -> Tensor:
         """True for the tokens that each row's prompt has, (B, words); padding is no token."""
         seen = torch.zeros((len(self.tokens), words), dtype=torch.bool, device=self.tokens.device)
