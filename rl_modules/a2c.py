@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules import ranks
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.contract import SHORT_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.settings import setting
@@ -67,12 +68,13 @@ class A2C(ActorCriticModule):
             loss = loss - self.ent_coef * policy.entropy().mean()
         # Diagnosing every one of these small updates would cost 5 % of the run; SB3 logs one in a hundred too.
         if self.logs_this_epoch and self.trainer.is_last_batch:
+            explain = F.explained_variance if self._is_alone else ranks.explained_variance
             self.record(
                 policy_gradient_loss=policy_loss,
                 value_loss=value_loss,
                 entropy_loss=-policy.entropy().detach().mean(),
                 loss=loss,
-                explained_variance=self.explained_variance(batch["value"], batch["returns"]),
+                explained_variance=explain(batch["value"], batch["returns"]),
             )
         return self.loss_over_ranks(loss, len(value))
 

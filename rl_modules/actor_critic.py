@@ -120,12 +120,7 @@ class ActorCriticModule(ControlModule):
         if self.logs_this_epoch:
             if self.run.has_resets:
                 value, returns = value[valid], returns[valid]
-            self.record_now(explained_variance=self.explained_variance(value, returns))
-
-    def explained_variance(self, value: Tensor, returns: Tensor) -> Tensor:
-        """Returns ``F.explained_variance`` over the transitions of all ranks, a scalar."""
-        if self._is_alone:
-            return F.explained_variance(value, returns)
-        from rl_modules import ranks
-
-        return ranks.explained_variance(value, returns)
+            explain = F.explained_variance
+            if not self._is_alone:
+                from rl_modules.ranks import explained_variance as explain  # only several ranks need it
+            self.record_now(explained_variance=explain(value, returns))

@@ -1,4 +1,4 @@
-"""Checks and conversions that every function of this package makes before any arithmetic.
+"""Checks and conversions that every function of this package makes before any arithmetic, and the mean after it.
 
 They look at shapes, dtypes and Python numbers only, never at a tensor's contents: reading a value off a GPU
 would stall it, and would break a graph under ``torch.compile``.
@@ -75,3 +75,12 @@ def as_constant(x: Tensor) -> Tensor:
     """Returns ``as_float(x)`` detached from the graph, for targets, advantages and other policies' log-probs."""
     # Asking first is cheaper than an unconditional detach(), and these are called for every minibatch.
     return as_float(x.detach() if x.requires_grad else x)
+
+
+def mean_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the mean over the elements that the mask counts; None: over all."""
+    if mask is None:
+        return x.mean()
+    from rl_modules.functional.reductions import masked_mean  # of padded sequences
+
+    return masked_mean(x, mask)

@@ -8,12 +8,12 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     as_float,
+    mean_of,
     require_nonnegative,
     require_positive,
     require_shape,
     require_tensors,
 )
-from rl_modules.functional.reductions import masked_mean
 
 
 def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
         # What stands under the mask may be NaN, which the product's gradient would multiply by 0.
         require_shape("mask", mask, log_prob.shape, "log_prob")
         weight = torch.where(mask.bool(), weight, 0.0)
-    return -_mean(as_float(log_prob) * weight, mask)
+    return -mean_of(as_float(log_prob) * weight, mask)
 
 
 def ppo_clip_loss(
@@ -72,7 +72,7 @@ def ppo_clip_loss(
     # min(ρA, clip(ρ)A) = min(ρA, A + ε|A|): only the bound that the advantage's sign points to can be active. This
     # form needs half the kernels of the clamp, and `where` keeps the whole gradient where the two are equal.
     bound = torch.add(advantage, advantage.abs(), alpha=clip_range)
-    return -_mean(torch.where(surrogate > bound, bound, surrogate), mask)
+    return -mean_of(torch.where(surrogate > bound, bound, surrogate), mask)
 
 
 def ppo_penalty_loss(
@@ -105,8 +105,8 @@ def ppo_penalty_loss(
         penalty = as_float(kl)
     else:
         require_shape("kl", kl, log_prob.shape, "log_prob")
-        penalty = _mean(as_float(kl), mask)
-    return beta * penalty - _mean(ratio * advantage, mask)
+        penalty = mean_of(as_float(kl), mask)
+    return beta * penalty - mean_of(ratio * advantage, mask)
 
 
 def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> float:
@@ -179,7 +179,3 @@ def _ratio_and_advantage(
         # Before exp: what stands under padding may overflow there, and 0 * inf in the backward pass is NaN.
         log_ratio = torch.where(mask.bool(), log_ratio, 0.0)
     return log_ratio.exp(), as_constant(advantage)
-
-
-def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x.mean() if mask is None else masked_mean(x, mask)

@@ -9,13 +9,13 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     as_float,
+    mean_of,
     require_choice,
     require_in,
     require_nonnegative,
     require_shape,
     require_tensors,
 )
-from rl_modules.functional.reductions import masked_mean
 
 
 def value_loss(
@@ -62,10 +62,10 @@ def value_loss(
         old_value = old_value if mask is None else torch.where(mask.bool(), old_value, 0.0)
         clipped = old_value + (value - old_value).clamp(-clip_range, clip_range)
         error = torch.max((value - returns).square(), (clipped - returns).square())
-        return 0.5 * (error.mean() if mask is None else masked_mean(error, mask))
+        return 0.5 * mean_of(error, mask)
     if mask is None:
         return 0.5 * F.mse_loss(*_promoted(value, returns))
-    return 0.5 * masked_mean((value - returns).square(), mask)
+    return 0.5 * mean_of((value - returns).square(), mask)
 
 
 def _promoted(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
