@@ -161,9 +161,7 @@ def answer_start(
     encoder: Any, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int],
     prefilled: bool,
 ) -> int:  # fmt: skip
-    """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from its ``opened``
-    prompt, which may have more that opens the turn; what is rendered of the messages ``before`` must be the same.
-    """
+    """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from the ``opened`` one."""
     start = common_length(opened, ids)
     if start == len(opened) < len(ids):
         return start

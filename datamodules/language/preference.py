@@ -179,9 +179,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
                 for i in different]  # fmt: skip
 
     def _encode_judgements(self, records: list[Record]) -> list[Record]:
-        """Adds token ids to judged answers (``chosen_ids``) and, as ``rejected_ids``, the answer to another prompt,
-        which estimates KL(π || π_ref) and is fixed, so that the reference reads it once.
-        """
+        """Adds token ids to judged answers and, for KL(π || π_ref), as ``rejected_ids`` those to another prompt."""
         prompts, (answers,) = self.encode_answers(records, "completion")
         prompts, (answers,) = self.shortened(prompts, answers)
         kept = self.fitting([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])

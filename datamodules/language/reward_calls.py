@@ -180,9 +180,7 @@ class RewardFunctions(Stateful):
             self._logged.append(log)
 
     def take_notes(self) -> dict[str, dict[str, Any]]:
-        """What happened since the last call of this method: the number of samples that each function ``failed`` on, and
-        of each metric that was ``logged`` the mean over completions, and its weight, those that it was logged for.
-        """
+        """Samples that each function ``failed`` on, and mean and weight of what was ``logged``, since the last call."""
         failed, self._failures = self._failures, dict.fromkeys(self.names, 0)
         logs, self._logged = self._logged, []
         sums: dict[str, tuple[float, int]] = {}

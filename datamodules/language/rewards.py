@@ -75,9 +75,7 @@ def _compared(completions: Sequence[Any], answer: Sequence[Any], score: Callable
 
 
 def length_reward(target: int) -> RewardFunction:
-    """Returns a reward function for completions of a certain length: −|length − target| / target, at least −1. Lengths
-    are in tokens, or in characters where no tokens are given.
-    """
+    """Returns a reward −|length − target| / target, at least −1; in tokens, or without them in characters."""
     if target < 1:
         raise UsageError(f"length_reward: target={target} must be at least 1")
 

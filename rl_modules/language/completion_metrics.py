@@ -32,9 +32,7 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
 
 
 def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
-    """Records rewards and lengths of GRPO's generation, over all ranks; ``earned`` of ``rollout`` is the reward without
-    a penalty. Without the tokens' ``entropy`` [B, L] it is estimated from their log-probabilities.
-    """
+    """Records GRPO's generation; without the tokens' ``entropy`` [B, L] their log-probabilities estimate it."""
     spread = -rollout["log_prob"] if entropy is None else entropy
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
     columns = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)

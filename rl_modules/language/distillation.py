@@ -119,9 +119,7 @@ class Distillation(PolicyWithReference):
     # ---------------------------------------------------------------- the divergence
 
     def divergence(self, place: Tensor, beta: float, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Returns D by ``beta``, and the reverse KL without gradient, at m places (``row * width + column``) of the
-        models' ``inputs``, [m] each, in nats.
-        """
+        """Returns D by ``beta``, and the reverse KL without gradient, at places of ``inputs``, [m] each, in nats."""
         ours, size = logits_by_tiles(self.model, place, **inputs)
         words = text_config(self.model.config).vocab_size
         if self.wants_reference:
@@ -243,9 +241,7 @@ class Distillation(PolicyWithReference):
                            num_items_in_batch=1)  # fmt: skip
 
     def demonstration_loss(self, tokens: Tensor, counted: Tensor, total: Any, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the mean divergence on demonstrations, over the ``total`` of the optimizer
-        step's tokens, times the number of micro-batches.
-        """
+        """Returns this micro-batch's part of the mean divergence over the ``total`` tokens of the optimizer step."""
         divergence, reverse = self.divergence(counted - 1, self.beta, **self.inputs_of(tokens, batch))
         self.record(len(counted), reverse_kl=reverse.mean())
         return divergence.sum() * batch["n_micro"] / total

@@ -68,9 +68,7 @@ def _name_eos_token(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Saves a tokenizer such that ``AutoTokenizer`` reads texts as it does, whatever class the type of the model stands
-    for; warns if that fails. One with code of its own is exempt.
-    """
+    """Saves a tokenizer such that ``AutoTokenizer``, which may take the model type's class, reads texts as it does."""
     tokenizer.save_pretrained(folder)
     if _is_read_alike(tokenizer, folder):
         return

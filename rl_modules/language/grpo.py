@@ -257,18 +257,14 @@ class GRPO(PolicyWithReference):
     correction = property(correction_of)
 
     def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
-        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities;
-        ``fields`` are log_prob, sampling_log_prob and mask, [B, L] each.
-        """
+        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities."""
         hp, ours = self.hparams, (fields["log_prob"], fields["sampling_log_prob"], fields["mask"])
         bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
         return F.importance_weights(*ours, self.correction, *bounds)
 
     @property
     def rescores(self) -> bool:
-        """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or visible
-        rounding.
-        """
+        """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or rounding."""
         if self.correction != "none" or self.hparams["sampler"] != "native" or self.lacks_support:
             return True
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
@@ -324,16 +320,12 @@ class GRPO(PolicyWithReference):
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
 
     def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the mean entropy of the ``uncertain`` tokens, [b, L] each, times the
-        number of micro-batches.
-        """
+        """Returns this micro-batch's part of the step's mean entropy of the ``uncertain`` tokens, [b, L] each."""
         share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
         return F.masked_mean(entropy, uncertain) * share * batch["n_micro"]
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """Returns which tokens the policy loss keeps, [b, L] bool: those whose entropy is at least the quantile
-        1 - ``top_entropy_quantile`` of the micro-batch's entropies over all ranks, as in TRL.
-        """
+        """Returns the tokens with the ``top_entropy_quantile`` of all ranks' entropies, as in TRL, [b, L] bool."""
         values = torch.where(mask, entropy, torch.nan)
         if self._world_size > 1:
             width = self.most_over_ranks(values.shape[1])

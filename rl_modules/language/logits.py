@@ -28,9 +28,7 @@ class TokenStatistics(NamedTuple):
 
 
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
-    """Returns the logits of a forward pass at m places, ``row * width + column``, all different, [1, m, V]; without
-    ``use_cache`` no keys and values are kept.
-    """
+    """Returns the logits of a forward pass at m places, ``row * width + column``, all different, [1, m, V]."""
     inputs = {"use_cache": False, **inputs}
     if not is_fast():
         return model(**inputs).logits.flatten(0, 1)[place].unsqueeze(0)

@@ -84,9 +84,7 @@ class PreferencePolicy(PolicyWithReference):
     # ---------------------------------------------------------------- log-probabilities
 
     def reference_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor]:
-        """Σ_t log π_ref(y_t) of both answers of each pair, [b] float32 each, without gradient; kept by ``index`` [b],
-        where the batch has it, for ``data``, ``train`` or ``eval``.
-        """
+        """Σ_t log π_ref(y_t) of both answers, [b] float32 each, kept by ``index`` [b], where the batch has it."""
         if self.reference_free:
             zero = torch.zeros(len(batch["lengths"]), dtype=torch.float32, device=batch["tokens"].device)
             return zero, zero

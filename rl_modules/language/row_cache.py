@@ -128,9 +128,7 @@ class Parked:
 
 
 class RowLayer(DynamicLayer):
-    """One layer's keys and values in buffers with spare room, in which each call writes in place and returns views,
-    where ``DynamicLayer`` copies all of them to append one or drop a row. The first call stores the prompts.
-    """
+    """One layer's keys and values in buffers with spare room; ``DynamicLayer`` copies all to add or drop one."""
 
     keys: Tensor
     values: Tensor

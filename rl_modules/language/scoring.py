@@ -118,9 +118,7 @@ def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tens
 
 
 def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
-    """Returns the score of each sequence, [b] float32, read at its last token by length: Transformers' own heads look
-    for the pad id, which may be the EOS token's.
-    """
+    """Returns the score of each sequence, [b] float32, read at its last token by length, not by a pad id."""
     states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
     return score_head(model, states).view(-1).float()
 

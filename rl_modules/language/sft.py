@@ -73,9 +73,7 @@ class SFT(LanguagePolicy):
         return loss + balance
 
     def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
-        """Returns log π of the demonstrations' counted tokens, in nats, [1, m], and if asked for their entropies, and
-        whether each is the likeliest. The batch is the contract's ``DemonstrationBatch``.
-        """
+        """Returns log π of the counted tokens, [1, m], in nats, and if asked for the entropies and the likeliest."""
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:

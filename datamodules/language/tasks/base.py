@@ -78,9 +78,7 @@ class Task:
         raise UsageError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
 
     def key(self, question: Question) -> str:
-        """Returns the key that decides the split: questions with equal keys are on the same side. The default is the
-        question itself.
-        """
+        """Returns the key that decides the split: questions with equal keys are together. By default the question."""
         return json.dumps(question, sort_keys=True, default=str)
 
     def solve(self, question: Question, rng: random.Random) -> Record:
@@ -161,9 +159,7 @@ class Task:
         return float(answer is not None and self.is_correct(answer, record))
 
     def final_answer(self, completion: str) -> str | None:
-        """Returns the text between ``<answer>`` tags under ``think_format`` (None without tags), otherwise the stripped
-        completion.
-        """
+        """Returns the text between ``<answer>`` tags under ``think_format`` (None: no tags), else the completion."""
         return answer_of(completion) if self.think_format else completion.strip()
 
     def extract(self, completion: str) -> str | None:
@@ -177,9 +173,7 @@ class Task:
     def utilities(
         self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Returns the utility of each completion; a reward function that a config can name, ``reward_funcs:
-        [utilities]``.
-        """
+        """Returns the utility of each completion; a reward function for ``reward_funcs: [utilities]``."""
         return [self.utility(record, text) for record, text in _rows(completions, columns)]
 
     def preferences(self, split: str, n: int | None) -> list[Record]:
@@ -244,9 +238,7 @@ def _rows(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> Iter
 
 
 def fill(template: str, fields: dict[str, Any], where: str) -> str:
-    """Fills the fields into a template's braces; ``where`` names the template in errors. Only plain names are replaced,
-    so a template can access nothing else; other braces are kept.
-    """
+    """Fills fields into the braces of plain names, so that a template accesses nothing else; ``where``: for errors."""
 
     def value(match: re.Match[str]) -> str:
         found = fields.get(match[1])

@@ -22,9 +22,7 @@ _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 
 @contextmanager
 def hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
-    """Inside, a causal model's forward pass returns logits [1, m, V] of the places [m] of the flattened batch; the
-    feed-forward part ``mlp`` reads these alone too.
-    """
+    """Inside, a forward pass returns logits [1, m, V] of the places [m] of the batch; ``mlp`` reads these only."""
     shape: list[int] = []
 
     def choose(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

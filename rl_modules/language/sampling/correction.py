@@ -20,9 +20,7 @@ def truncations_of(policy: Any) -> list[str]:
 
 
 def correction_of(policy: Any) -> str:
-    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample,
-    unless what filters kept is unknown: a completion's weight would fall exponentially with its length.
-    """
+    """Returns the mode: the given one, or TRL's default, unless it is unknown what the sampler's filters kept."""
     given: str | None = policy.hparams[_NAME]
     if given is not None:
         return given

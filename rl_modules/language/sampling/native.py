@@ -252,9 +252,7 @@ def check_cache_implementation(value: str, graph_memory: float = 0.1) -> None:
 
 @contextmanager
 def plain_layers(model: Any) -> Iterator[None]:
-    """Turns off the balance loss of a mixture of experts, which fails if a mask is longer than the tokens, and
-    compiled layers, which each number of rows and columns would compile anew.
-    """
+    """Turns off compiled layers, and the balance loss of experts, which fails if a mask is longer than the tokens."""
     config = text_config(model.config)
     asked = getattr(config, "output_router_logits", False)
     if asked:

@@ -15,9 +15,7 @@ RowListener = Callable[[int, list[int], bool], None]
 
 @dataclass(frozen=True)
 class Completions:
-    """Sampled completions; row ``p * num_generations + g`` is prompt p's completion g. L is the longest one's
-    length.
-    """
+    """Sampled completions; row ``p * num_generations + g`` is prompt p's completion g, L the longest one's length."""
 
     #: (B, L) int64, padded on the right; the EOS token is part of a completion.
     tokens: Tensor

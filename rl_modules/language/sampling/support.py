@@ -77,9 +77,7 @@ class Filter:
         return Filter(self.repetition_penalty, self.kept[rows], self.kept_count[rows])
 
     def at(self, tokens: Tensor, prompt_length: Tensor, row: Tensor, column: Tensor) -> Process:
-        """What makes logits of n tokens, at ``column`` of the completion of ``row``, those that sampling drew from:
-        -inf for the tokens that were left out.
-        """
+        """What makes logits of n tokens, at ``column`` of a ``row``'s completion, those that sampling drew from."""
         first: list[Tensor] = []
 
         def process(logits: Tensor, part: slice) -> Tensor:

@@ -74,9 +74,7 @@ class ServedTeacher:
     def likeliest(
         self, texts: Sequence[Sequence[int]], begin: Sequence[int], temperature: float, words: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the k likeliest tokens of all texts' places from ``begin`` on, one text after the other, and their
-        log-probabilities in nats, [m, k] each; ``words`` are those of the student's vocabulary.
-        """
+        """Returns the k likeliest tokens of all texts' places from ``begin`` on, and log-probabilities, [m, k] each."""
         body = {"texts": [list(text) for text in texts], "begin": list(begin), "top_k": self.top_k,
                 "temperature": temperature, "tokens": self.tokens}  # fmt: skip
         places = [len(text) - first for text, first in zip(texts, begin, strict=True)]
