@@ -55,15 +55,13 @@ def make_schedule(
         return get_scheduler(kind, optimizer, warmup_steps, int(steps), arguments)
 
 
-def beside_scheduler(module: Any) -> str | None:
+def beside_scheduler(module: Any) -> str | bool:
     """The reason why an argument of the schedule is idle."""
-    if module.scheduler_factory is None:
-        return None
-    return "beside lr_scheduler, which is the whole schedule; make it a part of that"
+    is_replaced = module.scheduler_factory is not None
+    return is_replaced and "beside lr_scheduler, which is the whole schedule; make it a part of that"
 
 
-def without_warmup(module: Any) -> str | None:
+def without_warmup(module: Any) -> str | bool:
     """The reason why ``warmup_steps`` is idle."""
-    if module.hparams["lr_scheduler_type"] == "constant":
-        return beside_scheduler(module) or "with lr_scheduler_type='constant'; take constant_with_warmup"
-    return beside_scheduler(module)
+    is_constant = module.hparams["lr_scheduler_type"] == "constant"
+    return beside_scheduler(module) or (is_constant and "with lr_scheduler_type='constant'; take constant_with_warmup")
