@@ -18,7 +18,7 @@ from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
 from rl_modules.language.sampling.decode import Decoding, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
+from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def sample(
         )
 
 
-class NativeSampler:
+class NativeSampler(Sampler):
     """The :class:`~rl_modules.language.sampling.Sampler` that decodes with the model in training itself."""
 
     def __init__(
@@ -202,9 +202,6 @@ class NativeSampler:
     def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model
 
-    def forget_weights(self) -> None:
-        """Does nothing: the sampler has no weights of its own."""
-
     def sleep(self) -> None:
         """Frees the graphs where they would not fit beside a training step."""
         if wants_graphs(self.cache_implementation, self.model):
@@ -218,9 +215,6 @@ class NativeSampler:
             from rl_modules.language.fast.graphs import release
 
             release(self.model)
-
-    def wake(self) -> None:
-        """Holds no memory between two calls."""
 
     def close(self) -> None:
         self.release()

@@ -67,7 +67,7 @@ class SamplingSettings:
 
 
 class Sampler(Protocol):
-    """A way of writing completions with a policy's weights."""
+    """A way of writing completions with a policy's weights. What a subclass leaves out does nothing."""
 
     def sample(
         self,
@@ -100,19 +100,19 @@ class Sampler(Protocol):
 
     def forget_weights(self) -> None:
         """Makes the next :meth:`update_weights` load the weights in any case: they may have changed undetected."""
-        ...
+        return
 
     def sleep(self) -> None:
         """Releases device memory until :meth:`wake`; the next :meth:`update_weights` brings the weights again."""
-        ...
+        return
 
     def wake(self) -> None:
         """Takes the memory back; does nothing if the sampler is awake."""
-        ...
+        return
 
     def close(self) -> None:
         """Releases everything; the sampler is not used again."""
-        ...
+        return
 
 
 def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:

@@ -23,7 +23,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling import wire
 from rl_modules.language.sampling.engine import Row, check_engine, completions_of
-from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
+from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, computing_dtype, fingerprint, named_weights
 
@@ -179,7 +179,7 @@ def _mistake_of(row: Row, limit: int, settings: SamplingSettings, words: int) ->
     return ""
 
 
-class ServerSampler:
+class ServerSampler(Sampler):
     """A :class:`~rl_modules.language.sampling.Sampler` on servers, which share the prompts.
 
     A server that does not answer is left out, and its prompts are asked again of the others; it comes back with the
@@ -344,15 +344,6 @@ class ServerSampler:
 
     def forget_weights(self) -> None:
         self._forgotten = True
-
-    def sleep(self) -> None:
-        """Servers have devices of their own and keep running."""
-
-    def wake(self) -> None:
-        """Servers are awake."""
-
-    def close(self) -> None:
-        """Servers keep running; they may serve another run."""
 
 
 def _parts(model: Any) -> Iterator[bytes]:
