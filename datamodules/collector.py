@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs import episodes
@@ -220,38 +219,10 @@ class Collector(Stateful):
         self.begun_anew[:] = False
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
-        if self._observation is None:
-            return
-        everywhere = np.ones(self.envs.num_envs, bool)
-        if not self.has_episodes:
-            self._begin_anew(everywhere, "its engine has no state to restore")
-            return
-        self.boundary.reset(seed=self._reset_seed)
-        if state["running"] is None or self.is_unfinished:
-            # Their last steps are in no rollout, so continued episodes would have a gap.
-            episodes.place_episodes(self.envs, state["running"] or [])
-            self._begin_anew(everywhere, "the checkpoint was written by an error or interrupt while it stepped")
-            return
-        differs = episodes.repeat_episodes(self.envs, state["running"], self.space, self._raw, self._resets_next)
-        if differs.any():
-            self._begin_anew(differs, "repeating its episode from seed and actions led elsewhere")
+        if self._observation is not None:
+            from datamodules.envs.resumed import resume_episodes
 
-    def _begin_anew(self, which: np.ndarray, why: str) -> None:
-        rank_zero_warn(f"{self.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because {why};"
-                       " from here on the run differs from one that was never stopped.")  # fmt: skip
-        self._resets_next[which] = False
-        self.episode_start[which] = True
-        self.begun_anew |= which
-        self.report()  # what is forgotten began with the last rollout's rewards
-        self.episodes.forget(which)
-        if self.normalizers is not None:
-            self.normalizers.forget(which)
-        if not self.has_episodes:
-            self._observe(self.boundary.reset(seed=self._reset_seed))
-            return
-        for i, new in episodes.begin_next_episodes(self.envs, which, self.space).items():
-            tree_map(lambda x, y, i=i: x.__setitem__(i, y), self._raw, new)
-            tree_map(lambda x, y, i=i: x.__setitem__(i, y), self._observation, self._stored(new))
+            resume_episodes(self, state["running"])
 
 
 # ---------------------------------------------------------------- the collector of a run

@@ -7,12 +7,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
 
 from datamodules.envs.boundary import ADDED, misfit, plain_number, without
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
-from rl_modules.common.spaces import observation_arrays, tree_leaves
 
 # What most environments return, and needs no closer look.
 _BOOLS, _NUMBERS = frozenset((bool, np.bool_)), frozenset((float, int, np.float64, np.float32))
@@ -187,42 +185,3 @@ def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
     with contextlib.suppress(gym.error.Error, closed, pending, OSError, EOFError):
         return episode_states(envs)
     return None
-
-
-def repeat_episodes(
-    envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
-) -> np.ndarray:
-    """Repeats episodes in a freshly reset vector; returns where they led elsewhere than ``reached``, [N]."""
-    replays = [
-        {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}
-        for e, resets in zip(episodes, resets_next, strict=True)
-    ]
-    envs.set_attr("episode_state", replays)
-    now = [tree_leaves(observation_arrays(space, o, double=True)) for o in envs.get_attr("last_observation")]
-    then = tree_leaves(reached)
-    return np.array([
-        any(not np.array_equal(a.astype(b.dtype), b[i]) for a, b in zip(leaves, then, strict=True))
-        for i, leaves in enumerate(now)
-    ])  # fmt: skip
-
-
-def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
-    """Resets a vector to the beginning of running episodes; none: to the first ones."""
-    if episodes:
-        lives = [len(e.get("resets", ())) for e in episodes]  # each began an episode of its own
-        states = [
-            {**e, "episode": e["episode"] + n, "actions": [], "resets": []}
-            for e, n in zip(episodes, lives, strict=True)
-        ]
-        envs.set_attr("episode_state", states)
-
-
-def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
-    """Begins the next episode in the chosen environments; returns their first observations by index."""
-    states = envs.get_attr("episode_state")
-    begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
-    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
-             for s, w in zip(states, which, strict=True)]  # fmt: skip
-    envs.set_attr("episode_state", fresh)
-    last = envs.get_attr("last_observation")
-    return {int(i): observation_arrays(space, last[i], double=True) for i in np.flatnonzero(which)}

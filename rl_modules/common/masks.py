@@ -22,11 +22,9 @@ FORBIDDEN = -1e8
 
 
 def mask_size(action_space: spaces.Space) -> int | None:
-    """Returns the length of a mask in sb3-contrib's layout, every option of every choice; None if the space has no
-    masks.
+    """Returns the length of a mask in sb3-contrib's layout, every option of every choice; None: there are no masks.
 
-    Discrete(n): n. MultiDiscrete(nvec): sum(nvec), the choices side by side. MultiBinary(k): 2k, "off" and "on" of
-    each switch.
+    Discrete(n): n. MultiDiscrete(nvec): sum(nvec). MultiBinary(k): 2k, "off" and "on" of each switch.
     """
     if isinstance(action_space, spaces.Discrete):
         return int(action_space.n)

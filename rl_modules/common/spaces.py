@@ -101,9 +101,8 @@ def require_observation(space: spaces.Space, arrays: Any) -> bool:
 def image_channels(space: spaces.Space) -> int | None:
     """Number of channels where a convolutional encoder reads the space; None where it is no image.
 
-    Images are Boxes of uint8, or of floats in [0, 1] or [0, 255], with two dimensions (height, width), three
-    ([C, H, W] or [H, W, C]) or four (a stack of colour frames), and sides of at least 36 pixels. A uint8 Box of three
-    dimensions counts as an image at any size, so that one too small is refused instead of flattened.
+    Images are Boxes of uint8, or of floats in [0, 1] or [0, 255], of two to four dimensions and at least 36 pixels a
+    side. A uint8 Box of three dimensions is one at any size, so that one too small is refused.
     """
     if not isinstance(space, spaces.Box) or len(space.shape) not in (2, 3, 4):
         return None

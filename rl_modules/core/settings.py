@@ -10,7 +10,6 @@ hyperparameters. A subclass declares further ones, changes a default in one line
 (``n_critics = fixed(1)``), or has an ordinary constructor that passes ``**kwargs`` on.
 """
 
-import functools
 import inspect
 import math
 import types
@@ -196,7 +195,9 @@ class Declared:
         super().__init_subclass__(**kwargs)
         _declare(cls)
         if "__init__" in vars(cls):
-            cls.__init__ = _recording(vars(cls)["__init__"])  # type: ignore[method-assign]
+            from rl_modules.core.constructors import recording  # only subclasses of users have an ordinary one
+
+            cls.__init__ = recording(vars(cls)["__init__"])  # type: ignore[method-assign]
         elif not takes_own_arguments(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
             if "__doc__" in vars(cls) and cls.__doc__:
@@ -206,7 +207,7 @@ class Declared:
         """Makes attributes and hyperparameters of the arguments, then calls :meth:`__post_init__`."""
         cls = type(self)
         if "given_names" not in self.__dict__:  # else a subclass's constructor passes them on
-            _begin(self, args, given, {})
+            begin(self, args, given, {})
         positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
         if len(args) > len(positional):
             taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
@@ -375,41 +376,7 @@ def arguments_text(cls: Any) -> str:
     return "\n".join(f"    {name}: {x.says}." for name, x in cls.declared_settings.items())
 
 
-def _recording(init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps an ordinary constructor so that the arguments which it received are known: it may pass others on."""
-
-    @functools.wraps(init)
-    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "given_names" not in self.__dict__:
-            refuse_unknown(type(self), args, kwargs)
-        try:
-            bound = inspect.signature(init).bind(self, *args, **kwargs)
-        except TypeError:
-            bound = None  # the call below raises it with the constructor's name
-        if bound is not None:
-            given = dict(bound.arguments)
-            bound.apply_defaults()
-            _begin(self, (), _flat(init, given), _flat(init, dict(bound.arguments)))
-        init(self, *args, **kwargs)
-
-    signature: Any = constructor
-    signature.__signature__ = inspect.signature(init)
-    return constructor
-
-
-def _flat(init: Callable[..., None], bound: dict[str, Any]) -> dict[str, Any]:
-    """Bound arguments by name, those of ``**kwargs`` among them, without the first."""
-    found: dict[str, Any] = {}
-    for index, parameter in enumerate(inspect.signature(init).parameters.values()):
-        if index and parameter.name in bound:
-            if parameter.kind is parameter.VAR_KEYWORD:
-                found.update(bound[parameter.name])
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                found[parameter.name] = bound[parameter.name]
-    return found
-
-
-def _begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, Any]) -> None:
+def begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, Any]) -> None:
     """Notes the arguments of a constructor; those of a more derived one take precedence."""
     state = made.__dict__
     if "given_names" not in state:

@@ -75,10 +75,7 @@ class ActorCritic(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """V(s) on an encoder of its own.
-
-    Shape: [B, *obs] → [B].
-    """
+    """V(s) on an encoder of its own, [B, *obs] → [B]."""
 
     def __init__(
         self,

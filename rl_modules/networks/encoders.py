@@ -44,12 +44,7 @@ def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
 
 
 class VectorEncoder(nn.Module):
-    """Encodes observations other than images as one float vector: Discrete and MultiDiscrete one-hot, others flattened.
-
-    Images too small for the convolutions (uint8 of two or more dimensions) are divided by 255.
-
-    Shape: [B, *space.shape] → [B, out_features].
-    """
+    """Encodes observations other than images as a vector, discrete ones one-hot, [B, *space.shape] → [B, width]."""
 
     def __init__(self, space: spaces.Space) -> None:
         super().__init__()
@@ -75,10 +70,7 @@ class VectorEncoder(nn.Module):
 
 
 class CombinedEncoder(nn.Module):
-    """Encodes each part of a Dict or Tuple observation by its own encoder, and concatenates the results.
-
-    Shape: nested dictionary of [B, …] → [B, out_features].
-    """
+    """Encodes each part of a Dict or Tuple observation by its own encoder, [B, …] each → [B, out_features]."""
 
     def __init__(self, space: spaces.Dict | spaces.Tuple, features_dim: int = 256) -> None:
         super().__init__()

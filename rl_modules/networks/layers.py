@@ -58,10 +58,7 @@ def mlp(sizes: Sequence[int], activation_fn: str = "tanh") -> nn.Sequential:
 
 
 class ParallelLinear(nn.Module):
-    """K independent linear layers of one size, computed in one kernel.
-
-    Shape: [K, B, in_features] → [K, B, out_features].
-    """
+    """K independent linear layers of one size in one kernel, [K, B, in_features] → [K, B, out_features]."""
 
     def __init__(self, k: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -91,13 +88,7 @@ class ParallelLayerNorm(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """K MLPs with the same input and the same widths.
-
-    A policy and a value tower of 64×64 each take 30 % less time this way than as two :class:`torch.nn.Sequential`,
-    because the time of small networks depends on the number of kernels, not on arithmetic.
-
-    Shape: [B, sizes[0]] → K tensors of [B, sizes[-1]].
-    """
+    """K MLPs with one input and the same widths, [B, sizes[0]] → K tensors [B, sizes[-1]], in one kernel per layer."""
 
     def __init__(self, k: int, sizes: Sequence[int], activation_fn: str = "tanh") -> None:
         super().__init__()

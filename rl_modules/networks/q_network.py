@@ -17,10 +17,7 @@ from rl_modules.networks.layers import ParallelLinear, ParallelMLP, hidden_width
 
 
 class QNetwork(nn.Module):
-    """Q(s, ·): the value of every action, on one encoder.
-
-    Shape: [B, *obs] → [B, n_actions] float32.
-    """
+    """Q(s, ·): the value of every action, on one encoder, [B, *obs] → [B, n_actions] float32."""
 
     def __init__(
         self,
