@@ -272,10 +272,9 @@ def plot(
     results: Sequence[Result], file: str | Path, metric: str | None = None, curve: str | None = None,
     target: float | None = None, dpi: int = 120,
 ) -> None:  # fmt: skip
-    """Draws the runs' curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
+    """Draws curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
-    The mean of a row ends where its shortest run does. A metric that is evaluated a few times is drawn by its training
-    ``curve``, with dots at the last evaluations; ``target``, of the metric, is a dashed line.
+    A metric of few points is drawn by its training ``curve``, with dots at the last; ``target`` is a dashed line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator

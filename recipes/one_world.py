@@ -107,11 +107,9 @@ def greedy_return(module: Any, data: Any) -> float:
 
 @torch.no_grad()
 def dialogue_return(module: Any, data: Any) -> float:
-    """Returns the exact expected return of a language model that samples its words: follows all sequences of moves.
+    """Returns the exact return of a language model that samples its words, over the ``MOST`` most probable sequences.
 
-    Every other word counts as the trap, also another spelling that the maze takes, such as ``L``. Beyond the ``MOST``
-    most probable sequences of a step none is followed, and they count 0: for a policy that writes letters the result is
-    exact to 10 times their total probability, of which a trained policy has next to none.
+    Every other word counts as the trap, which for a policy that writes letters is exact to 10 times their chance.
     """
     world, tokenizer = TextMaze(max_steps=HORIZON, brief=True), module.tokenizer
     words = [name[0] for name in world.names]

@@ -143,10 +143,7 @@ class CrossQ(SAC):
 
 
 class RenormalizedCritics(Critics):
-    """:class:`~rl_modules.networks.critics.Critics` with a BatchRenorm before every layer.
-
-    Shape: observations [B, *obs] and actions in [-1, 1] [B, A] → [K, B, n_outputs] float32.
-    """
+    """:class:`~rl_modules.networks.critics.Critics` with a BatchRenorm before every layer."""
 
     def __init__(
         self,

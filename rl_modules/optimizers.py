@@ -40,14 +40,7 @@ class RMSpropTFLike(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, all parameters of a group at once.
-
-        Args:
-            closure: computes the gradients anew and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
+        """Takes one step, all parameters of a group at once; returns what the closure returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -21,10 +21,7 @@ from rl_modules.networks.layers import activation, check_widths, hidden_widths, 
 
 
 class NormalizedQNetwork(nn.Module):
-    """Q(s, ·) with layer normalisation, which stands in for a target network.
-
-    Shape: [B, *obs] → [B, n_actions] float32.
-    """
+    """Q(s, ·) with a LayerNorm after every hidden layer, [B, *obs] → [B, n_actions] float32."""
 
     def __init__(
         self, observation_space: spaces.Space, n_actions: int, net_arch: Sequence[int] | None, activation_fn: str

@@ -70,11 +70,7 @@ def episodes_of_all_ranks(batch: dict[str, Tensor], device: torch.device) -> dic
 
 
 def cpu_group() -> Any:
-    """The group for objects that stay on the CPU; the ranks that call it first for a default group call it together.
-
-    NCCL's group would move pickled objects through the GPUs' memory, on the receiving rank those of every rank. None:
-    the default group is gloo's already, or this torch has no gloo.
-    """
+    """The group for objects that stay on the CPU, which NCCL's would move through GPUs; None: the default is gloo's."""
     global _gloo_group
     if distributed.get_backend() == "gloo" or not distributed.is_gloo_available():
         return None

@@ -163,9 +163,7 @@ def build(module: Any) -> None:
 
 @torch.no_grad()
 def begin_target(module: Any) -> None:
-    """Copies the followed weights to ``target_network``: another ``fit`` or a user's loop may have trained them. A
-    target of another form, which a subclass may define, stays unchanged.
-    """
+    """Copies the followed weights to a ``target_network`` of the same form, at the start of each fit."""
     if (target := module._modules.get("target_network")) is None:
         return
     for ours, theirs in ((target.parameters(), module.followed().parameters()),
@@ -209,9 +207,7 @@ def log_outside_of_graphs(module: Any, *args: Any, **options: Any) -> None:
 
 
 def means_so_far(module: Any) -> dict[str, float]:
-    """Means since the last point of the curves, over all ranks, which call this together. A logged value replaces a
-    recorded one of the same name.
-    """
+    """Means since the last point of the curves, over all ranks; a logged value replaces a recorded one."""
     means = module._means.means(module.trainer)
     logged = {name.removeprefix(LOGGED): x for name, x in means.items() if name.startswith(LOGGED)}
     logged |= {name: float(metric.compute()) for name, metric in module._objects.items()}

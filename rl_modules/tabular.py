@@ -175,9 +175,7 @@ class TabularControl(ControlModule):
     def choose(
         self, state: Tensor, generator: torch.Generator | None, deterministic: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], with the last mask seen in the
-        state.
-        """
+        """The ε-greedy choice, [N] int64 from states [N]; without ``mask`` [N, A] by the last one seen."""
         # NumPy, because its calls on a few numbers take a third of the time of torch's.
         q = self.tables.q.numpy()[:, state.cpu().numpy()].mean(0)
         if mask is None and self.tables.allowed is not None:
@@ -273,9 +271,7 @@ class TabularControl(ControlModule):
         self._log_exact("test")
 
     def _log_exact(self, prefix: str) -> None:
-        """Logs the greedy policy's exact expected return and the optimal one, from the environment's transition
-        table.
-        """
+        """Logs the exact returns of the greedy and of the optimal policy, where there is a transition table."""
         if self._model is None:
             return
         write_evaluation(self, {

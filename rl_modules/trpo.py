@@ -252,9 +252,7 @@ class TRPO(ActorCriticModule):
         return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")
 
     def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
-        """Returns the critic's minibatches, equally many on every process, because the processes would otherwise
-        deadlock. A minibatch is empty if this rank has fewer transitions than another has minibatches.
-        """
+        """Cuts an order of transitions into minibatches, as many on every rank."""
         if self._is_alone or not self.run.has_resets:
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))

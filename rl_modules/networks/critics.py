@@ -83,21 +83,14 @@ class SquashedGaussianPolicy(Tower):
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def sample(self, observation: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns actions in (-1, 1), [B, A], and log π in nats, [B], from standard normal numbers, [B, A]; both are
-        differentiable in the policy's parameters.
-        """
+        """Returns actions in (-1, 1), [B, A], and log π, [B], from standard normal numbers, with gradients."""
         mean, log_std = self(observation)
         pre_tanh = torch.addcmul(mean, log_std.exp(), noise)
         return pre_tanh.tanh(), F.squashed_gaussian_log_prob(mean, log_std, pre_tanh)
 
 
 class DeterministicPolicy(Tower):
-    """One action in [-1, 1]^A per observation.
-
-    Shape: [B, *obs] → [B, A] float32.
-
-    Source: Lillicrap et al. 2016, arXiv:1509.02971.
-    """
+    """One action in [-1, 1]^A per observation, [B, *obs] → [B, A] float32 (Lillicrap et al. 2016, arXiv:1509.02971)."""
 
     def forward(self, observation: Any) -> Tensor:
         return apply_tower(self.trunk, self.head, self.encoder(observation)).tanh()

@@ -192,10 +192,7 @@ class CustomNetwork(nn.Module):
 
 
 class CustomCritics(nn.Module):
-    """A user's critics, from observations and actions in [-1, 1]^A to action values, [K, B, n_outputs].
-
-    The arguments of :meth:`forward` are those of :class:`~rl_modules.networks.critics.Critics`.
-    """
+    """A user's critics, from observations and actions in [-1, 1]^A to action values, [K, B, n_outputs]."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -16,12 +16,7 @@ _TYPES = (*(nn.Conv2d, nn.ReLU) * 3, nn.Flatten, nn.Linear, nn.ReLU)
 
 
 class NatureCNN(nn.Module):
-    """The convolutional encoder of DQN.
-
-    Shape: [B, *space.shape] → [B, features_dim].
-
-    Source: Mnih et al. 2015, Nature 518, "Methods".
-    """
+    """The convolutional encoder of DQN, [B, *space.shape] → [B, features_dim] (Mnih et al. 2015, Nature 518)."""
 
     def __init__(self, space: spaces.Box, features_dim: int = 512) -> None:
         super().__init__()

@@ -48,10 +48,7 @@ class QNetwork(nn.Module):
 
 
 class DistributionalQNetwork(QNetwork):
-    """N numbers that describe the distribution of the return of every action, on one encoder.
-
-    Shape: [B, *obs] → [B, N, A] float32.
-    """
+    """N numbers that describe the distribution of every action's return, [B, *obs] → [B, N, A] float32."""
 
     def __init__(
         self,
