@@ -360,10 +360,10 @@ def ppo(place: Place) -> Iterator[Line]:
                 solved.append((place.now() - self.began_s, pl_module.source.num_timesteps))
                 trainer.should_stop = True
 
-    data = RolloutDataModule("torch/CartPole-v1", n_envs=place.of(512, 8), n_steps=32, batch_size=place.of(4096, 64),
-                             n_epochs=4, eval_freq=0, total_timesteps=place.of(4_000_000, 512),
+    data = RolloutDataModule("torch/CartPole-v1", n_envs=place.of(512, 8), n_steps=32, batch_size=place.of(2048, 64),
+                             n_epochs=8, eval_freq=0, total_timesteps=place.of(2_000_000, 512),
                              rollouts_per_epoch=4)  # fmt: skip
-    model = PPO(graph=True, learning_rate=1e-3, gamma=0.98, gae_lambda=0.8)
+    model = PPO(graph=True, learning_rate="lin_1e-3", gamma=0.98, gae_lambda=0.8)
     place.trainer(Solved(), precision="32-true").fit(model, datamodule=data)
     seconds, transitions = solved[0] if solved else (math.nan, data.num_timesteps)
     yield Line(f"seconds to a mean return of 475 ({transitions:,} transitions)", seconds, target="≤ 2")
