@@ -1,5 +1,6 @@
 """``rl fit --seeds``: a run per seed, and their table."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -100,8 +101,12 @@ def test_a_signal_stops_the_runs_and_tells_how_to_resume(
             self.ended.set()
 
     monkeypatch.setattr(seeds.subprocess, "Popen", Run)
-    with pytest.raises(SystemExit) as end:
-        main([*RUN, "--seeds=3"])
+    gc.disable()  # a collection's callbacks, where Python swallows exceptions, could take the signal
+    try:
+        with pytest.raises(SystemExit) as end:
+            main([*RUN, "--seeds=3"])
+    finally:
+        gc.enable()
     assert end.value.code == code
     assert got == ([signum] if signum == signal.SIGTERM else [])
     said = capsys.readouterr().err
