@@ -106,6 +106,8 @@ CASES: dict[str, list[str]] = {
                       "--data.learning_starts=200"],
     "sac": ["--model=SAC", *SWING, "--data.gradient_steps=2", "--model.ent_coef=auto_0.5",
             "--model.learning_rate=lin_0.001"],
+    "sac-dropout": ["--model=SAC", *SWING, "--data.gradient_steps=2", "--model.layer_norm=true",
+                    "--model.dropout_rate=0.1", "--data.learning_starts=100", "--seed_everything=1"],
     "sac-episodes": ["--model=SAC", *SWING, "--data.train_freq=[1, episode]", "--data.gradient_steps=-1",
                      "--data.env_kwargs.max_episode_steps=30"],
     "tqc-prioritized": ["--model=TQC", *SWING, "--data.prioritized_replay=true", "--data.n_steps=3", "--data.n_envs=2",
