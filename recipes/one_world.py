@@ -198,7 +198,7 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     records = folder / "records"
     if not records.exists():
         records.mkdir(parents=True)
-        write_records("maze", 500, seed, records)
+        write_records("maze", 2000, seed, records)
     small = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 4}  # fmt: skip
     walked = sum(
@@ -213,12 +213,12 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     shown = InstructionDataModule(
         path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed, completion_only_loss=False
     )
-    fit(folder, "SFT", start, shown, max_steps=150)
+    fit(folder, "SFT", start, shown, max_steps=600)
     shutil.rmtree(folder / "start", ignore_errors=True)
     start.export(folder / "start")
     learner = rl_modules.GRPO(
         model_name_or_path=str(folder / "start"), loss_type="dapo", reward_to_go=True, scale_rewards="none",
-        learning_rate=5e-4, lr_scheduler_type="constant_with_warmup", warmup_steps=20, max_completion_length=64,
+        beta=0.1, learning_rate=5e-4, lr_scheduler_type="linear", warmup_steps=5, max_completion_length=64,
     )  # fmt: skip
     asked = PromptDataModule(
         path=str(records / "train.jsonl"), environment=CountedMaze, max_turns=HORIZON, max_turn_tokens=3, seed=seed,

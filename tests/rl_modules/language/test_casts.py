@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import DPO, GRPO, SFT, RewardModel
+from rl_modules.fast import is_fast
 from rl_modules.language import logits
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.sampling.native import sample
@@ -65,7 +66,7 @@ def test_each_weight_is_cast_once(name: str, tiled: bool, monkeypatch: pytest.Mo
     last = LastStep()
     fit(*case(name), max_steps=6, precision="bf16-mixed", callbacks=[last], limit_val_batches=0)
     head = last.mode.count.pop("model.model.embed_tokens.weight", 0)
-    passes = 2 if name == "grpo" else 1  # prompts, then what was written
+    passes = 2 if name == "grpo" and is_fast() else 1  # prompts that rows share, then what was written
     assert last.mode.count and max(last.mode.count.values()) == passes
     # Tiles have a cast of their own in each pass, forward and backward.
     assert head <= passes * ({"sft": 2, "grpo": 3}.get(name, 1) if tiled else 1)
