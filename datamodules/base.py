@@ -178,7 +178,11 @@ class ControlDataModule(Experience):
         """Sets the attributes :attr:`filled_in`."""
 
     def begin_run(self) -> None:
-        """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage."""
+        """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
+
+        Raises:
+            UsageError: the algorithm learns from another kind of experience.
+        """
         check_pairing(self.learner if self.has_learner else None, self)
 
     def _on_exception(self, exception: BaseException) -> None:

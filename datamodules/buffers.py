@@ -26,7 +26,15 @@ class ReplayBuffer(Stateful):
 
     A row holds an observation and, if an action was taken in it, the rest of the transition. An episode's final
     observation takes a separate row without an action (``valid`` is false), and so does the newest observation. Hence
-    the successor of row r is row r + 1 under every autoreset mode. Rows are numbered flat: ``row * n_envs + i``.
+    the successor of row r is row r + 1 under every autoreset mode, and no observation is stored twice. Rows are
+    numbered flat: ``row * n_envs + environment``.
+
+    Args:
+        observation_space: space of one observation; images stay uint8.
+        action_space: space of one action.
+        n_envs: number of environments.
+        buffer_size: rows over all environments: transitions, and one for each episode's end.
+        double: keep observations in float64 in spaces of float64, because they are normalised when they are drawn.
     """
 
     #: What is stored of each row beside its observation.

@@ -60,7 +60,16 @@ class Experience(HasParts, Declared, L.LightningDataModule):
     ) -> Any:
         """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
 
-        Refuses a file that is no checkpoint, and one that names an environment or a wrapper by an import path.
+        Args:
+            checkpoint_path: the file.
+            map_location: as Lightning takes it.
+            hparams_file: likewise.
+            weights_only: load without running code; on by default.
+            **kwargs: arguments that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a datamodule instead of its class.
+            UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
         """
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
             from rl_modules.common.checkpoint_file import read_checkpoint

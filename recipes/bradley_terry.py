@@ -27,7 +27,15 @@ STEPS = 500
 
 
 class BradleyTerry(L.LightningModule):
-    """The model P(i beats j) = σ(s_i - s_j), by gradient descent; a batch has winners and losers, [games] each."""
+    """The model P(i beats j) = σ(s_i - s_j), fitted by gradient descent on its likelihood.
+
+    The loss is that of a reward model whose texts are players. A batch holds the numbers of the winners and of the
+    losers, [games] each.
+
+    Args:
+        n_players: number of players, ≥ 2.
+        learning_rate: step size of gradient descent.
+    """
 
     def __init__(self, n_players: int, learning_rate: float = 2.0) -> None:
         super().__init__()

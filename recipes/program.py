@@ -6,7 +6,18 @@ from typing import Any
 
 
 def run_program(program: Callable[[], Any], default_config: str) -> None:
-    """Runs a program; with words on the command line ``rl`` with them, and the default config where they name none."""
+    """Runs a program; with words on the command line, runs ``rl`` with them instead.
+
+    ``python -m recipes.ppo`` runs the program, ``python -m recipes.ppo fit --model.gamma 0.9`` is ``rl fit`` with the
+    default config where the words name none.
+
+    Args:
+        program: called without arguments.
+        default_config: name of an installed config.
+
+    Raises:
+        SystemExit: 1 after an error in one sentence, 128 + n after stopping at signal n.
+    """
     if len(sys.argv) > 1:
         from recipes.cli import main
 

@@ -172,7 +172,16 @@ class Algorithm(Declared, L.LightningModule):
     ) -> Any:
         """Builds the module of a checkpoint, see ``lightning.LightningModule.load_from_checkpoint``.
 
-        Refuses an unknown hyperparameter, a file of another class, a function for its network, and other weights.
+        Args:
+            checkpoint_path: the file.
+            *args: ``map_location``, ``hparams_file`` and ``strict`` as Lightning takes them.
+            weights_only: load without running code; on by default.
+            **kwargs: hyperparameters that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a module instead of its class.
+            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
+                for its network, or weights of another network.
         """
         from rl_modules.common.checkpoint_file import loading
 

@@ -316,7 +316,11 @@ class ControlModule(Algorithm):
         raise UsageError(f"{type(self).__name__} must define prepare")
 
     def end_rollout(self, rollout: Minibatch) -> None:
-        """Called after a rollout's last minibatch, before a checkpoint, with what :meth:`prepare` returned, flat."""
+        """Called once after the last minibatch of each rollout, before a checkpoint is written; does nothing here.
+
+        Args:
+            rollout: what :meth:`prepare` returned, flat over its transitions.
+        """
 
     def finish_rollout(self) -> None:
         """Calls :meth:`end_rollout` where a rollout has no further minibatch, once."""
@@ -374,7 +378,11 @@ class ControlModule(Algorithm):
 
     @contextmanager
     def sampling_from(self, seed: int) -> Iterator[None]:
-        """Makes :meth:`predict` draw its samples from a stream of this seed within the context."""
+        """Makes :meth:`predict` draw its samples from a separate random stream, as an evaluation does.
+
+        Args:
+            seed: seed of the stream; outside of the context, ``predict`` continues its own stream.
+        """
         kept, self._predict_generator = self._predict_generator, torch.Generator(self.device).manual_seed(seed)
         try:
             yield

@@ -108,7 +108,13 @@ class CrossQ(SAC):
         return q, next_q.detach()
 
     def update_policy(self, observation: Any, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """Takes one step of α and one of the policy; ``noise``: standard normal numbers of ã, [B, A]."""
+        """Takes one step of α and one of the policy; returns the policy's loss, a scalar.
+
+        Args:
+            observation: [B, *obs].
+            noise: standard normal numbers of ã, [B, A].
+            ent_coef: α.
+        """
         network, lists = self.network, self.lists
         with batch_statistics(network.policy):
             action, log_prob = network.policy.sample(observation, noise)
@@ -129,7 +135,14 @@ class CrossQ(SAC):
     def td_target(  # type: ignore[override]
         self, batch: Minibatch, next_q: Tensor, log_prob: Tensor, ent_coef: Tensor | float
     ) -> Tensor:
-        """Returns the regression target, [B], from Q(s', a'), [K, B, n_outputs], and log π(a'|s'), [B]."""
+        """Returns the regression target of the critics, [B].
+
+        Args:
+            batch: what ``prepare`` returned for a minibatch.
+            next_q: Q(s', a') of every critic, [K, B, n_outputs].
+            log_prob: log π(a'|s') in nats, [B].
+            ent_coef: α.
+        """
         smallest = next_q[..., 0].amin(0)
         return F.soft_q_target(batch["reward"], batch["terminated"], smallest, log_prob, ent_coef, batch["discount"])
 

@@ -130,7 +130,13 @@ class OffPolicyActorCritic(ControlModule):
         self.target_network = self.make_target().requires_grad_(False)
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        """Returns the networks from observations and actions, [B, ``width``], to [n_critics, B, n_outputs]."""
+        """Returns the action-value networks: a module from observations and actions in [-1, 1], [B, ``width``], to
+        values [``n_critics``, B, ``n_outputs``].
+
+        Args:
+            width: numbers in an action.
+            net_arch: hidden widths.
+        """
         return Critics(self.observation_space, width, self.n_critics, net_arch, self.hparams["activation_fn"],
                        self.n_outputs, self.layer_norm, self.dropout_rate)  # fmt: skip
 
@@ -160,7 +166,12 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise = noise
 
     def begin_episodes(self, which: np.ndarray) -> None:
-        """Restarts the action noise of the environments ``which`` begin an episode, [N] bool."""
+        """Restarts the action noise of environments in which an episode begins; the datamodule calls it before
+        :meth:`act`.
+
+        Args:
+            which: environments whose observation is the first of its episode, [N] bool.
+        """
         if self.action_noise is not None:
             self.action_noise.reset(torch.from_numpy(which))
 
@@ -193,7 +204,16 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- updates
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns the error of the critics, a scalar, from q [K, B], targets [B] and importance weights [B] or None."""
+        """Returns the error of the critics, a scalar.
+
+        Args:
+            q: what the critics predict, [K, B].
+            target: [B].
+            weight: importance weights of prioritised replay, [B].
+
+        Raises:
+            ValueError: a target of another shape, such as [B, 1], which would be broadcast.
+        """
         if target.shape != q.shape[1:]:
             raise ValueError(f"td_target has shape {tuple(target.shape)}, expected {tuple(q.shape[1:])}, one number "
                              "per transition")  # fmt: skip
@@ -205,7 +225,14 @@ class OffPolicyActorCritic(ControlModule):
         return gradients(loss, parameters)
 
     def step(self, parameters: Sequence[Tensor], gradients: Iterable[Any]) -> None:
-        """One step of the optimizer for some parameters, by a gradient of each or None, averaged and clipped."""
+        """One step of the optimizer for some of its parameters, after the hooks ``on_after_backward`` and
+        ``on_before_optimizer_step``.
+
+        Args:
+            parameters: those to change; none: all are frozen, and nothing happens.
+            gradients: one of each, over this rank's minibatch, or None; averaged over ranks, and clipped to the global
+                norm ``max_grad_norm`` where a subclass sets one.
+        """
         if not parameters:
             return
         # After `manual_backward`, DDP would wait for the gradients of the parameters that are left out.

@@ -76,7 +76,15 @@ class RecurrentMixin(ActorCriticModule):
         deterministic: bool = False,
         state: Tensor | None = None,
     ) -> dict:
-        """Returns actions, log-probabilities and values, [N], and ``next_state``; ``state``, [N, K, H], or None."""
+        """Returns actions, their log-probabilities and the states' values, each [N], and ``next_state``, the new
+        recurrent state.
+
+        Args:
+            observation: [N, *obs].
+            generator: source of the randomness.
+            deterministic: the most likely action instead of a sample.
+            state: of the memory, [N, K, H]; None: every row begins an episode.
+        """
         if state is None:
             state = self.initial_state(len(tree_leaves(observation)[0]))
         policy, value, after = self._evaluate(tree_map(lambda x: x[:, None], observation), state, None)
@@ -183,7 +191,13 @@ class RecurrentMixin(ActorCriticModule):
         return self.sequence_loss(policy, value, flat)
 
     def sequence_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
-        """Returns the algorithm's loss over the S steps of a minibatch of sequences, a scalar."""
+        """Returns the algorithm's loss over the steps of a minibatch of sequences, a scalar.
+
+        Args:
+            policy: of S steps.
+            value: [S].
+            batch: the algorithm's fields, [S, …] each.
+        """
         algorithm: Any = self
         return algorithm.minibatch_loss(policy, value, batch)
 

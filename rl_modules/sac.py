@@ -218,7 +218,13 @@ class SAC(OffPolicyActorCritic):
     # ---------------------------------------------------------------- pieces to override
 
     def td_target(self, batch: Minibatch, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """Returns the regression target of the critics, [B]; ``noise``: standard normal numbers for a', [B, A]."""
+        """Returns the regression target of the critics, [B].
+
+        Args:
+            batch: what ``prepare`` returned for a minibatch.
+            noise: standard normal numbers for the action in s', [B, A].
+            ent_coef: α.
+        """
         action, log_prob = self.network.policy.sample(batch["next_observation"], noise)
         next_q = self.target_network(batch["next_observation"], action)[..., 0]
         if self.target_subset is not None:
@@ -229,11 +235,23 @@ class SAC(OffPolicyActorCritic):
         )  # fmt: skip
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Half the squared error of each critic, mean over the minibatch, summed over critics; q [K, B], target [B]."""
+        """Half the squared error of each critic, mean over the minibatch, summed over critics.
+
+        Args:
+            q: what the critics predict, [K, B].
+            target: [B].
+            weight: importance weights of prioritised replay, [B].
+        """
         return 0.5 * super().critic_loss(q if q.ndim == 2 else q[..., 0], target, weight)
 
     def actor_loss(self, q: Tensor, log_prob: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """Returns the policy's loss, a scalar, from q [K, B, n_outputs] and log-densities of its actions, [B]."""
+        """Returns the policy's loss, a scalar.
+
+        Args:
+            q: values of the policy's actions, [K, B, n_outputs].
+            log_prob: their log-density in nats, [B].
+            ent_coef: α.
+        """
         value = q[..., 0].amin(0) if self.target_subset is None else q[..., 0].mean(0)
         return (ent_coef * log_prob - value).mean()
 

@@ -121,7 +121,15 @@ class TRPO(ActorCriticModule):
     # ---------------------------------------------------------------- the policy
 
     def update_policy(self, batch: Minibatch) -> dict[str, Tensor]:
-        """Takes one step of the policy within the trust region, or none, on a whole rollout; returns scalars to log."""
+        """Takes one step of the policy within the trust region, or none.
+
+        Args:
+            batch: a whole rollout, flat: observation, action, log_prob, advantage, [B] each.
+
+        Returns:
+            Scalars to log: policy_objective (the surrogate's improvement), approx_kl (the exact KL, in nats),
+            line_search_steps (step lengths tried), is_line_search_success (0 or 1), entropy_loss.
+        """
         self._weight = self.rank_weight(len(batch["advantage"]))
         if self.normalize_advantage:
             batch = {**batch, "advantage": self.whiten(batch["advantage"])}
@@ -144,7 +152,12 @@ class TRPO(ActorCriticModule):
         return {**found, "entropy_loss": -old.entropy().mean()}
 
     def fisher_product(self, kl: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Returns v ↦ (F + cg_damping) v (the paper's appendix C.1) from the mean KL at π_old, with a graph."""
+        """Returns the function v ↦ (F + cg_damping) v (the paper's appendix C.1).
+
+        Args:
+            kl: mean KL(π_old || π) at π = π_old, a scalar with a graph; its Hessian there is the Fisher matrix.
+            parameters: the policy's.
+        """
         kl_gradient = _gradient(kl, parameters, create_graph=True)
 
         def product(vector: Tensor) -> Tensor:
@@ -157,7 +170,18 @@ class TRPO(ActorCriticModule):
     def line_search(
         self, step: Tensor, parameters: Sequence[Tensor], old: Distribution, surrogate: Tensor, batch: Minibatch
     ) -> dict[str, Tensor]:
-        """Shortens the step until the constraint holds and the surrogate improves, or takes none."""
+        """Shortens the step until the constraint holds and the surrogate improves; takes none if this fails.
+
+        Args:
+            step: full step, one number per parameter.
+            parameters: the policy's, changed in place.
+            old: π_old in every state of the batch.
+            surrogate: E[ρ A] of the old policy.
+            batch: as in :meth:`update_policy`.
+
+        Returns:
+            The first four scalars of :meth:`update_policy`.
+        """
         start = [p.clone() for p in parameters]
         before = self.over_ranks(surrogate.detach())
         for tried in range(1, self.line_search_max_iter + 1):
@@ -177,7 +201,14 @@ class TRPO(ActorCriticModule):
     # ---------------------------------------------------------------- the critic
 
     def update_critic(self, batch: Minibatch) -> Tensor:
-        """Fits the critic to a rollout's returns in passes of shuffled minibatches; returns the mean loss."""
+        """Fits the critic to the returns in ``n_critic_updates`` passes of shuffled minibatches.
+
+        Args:
+            batch: a whole rollout, flat: observation, returns, [B] each.
+
+        Returns:
+            The mean loss, a scalar in squared units of return.
+        """
         optimizer: Any = self.optimizers()
         hooks = GradientHooks(self.trainer)
         parameters = [p for p in self.trainable_parameters() if p.requires_grad]

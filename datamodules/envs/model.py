@@ -53,7 +53,14 @@ class TransitionModel:
         return len(self.reward) - 1
 
     def expected_return(self, policy: Tensor) -> float:
-        """Returns the exact mean of an episode's return under π(a|s), [states, A], within the time limit."""
+        """Returns the exact mean of an episode's undiscounted return, within the time limit if there is one.
+
+        Args:
+            policy: π(a|s) of the environment's states, [states, A].
+
+        Raises:
+            ValueError: no time limit, and the policy need not end.
+        """
         anything = policy.new_full((1, policy.shape[1]), 1 / policy.shape[1])
         policy = torch.cat([policy, anything]).double()
         if self.horizon is None:
@@ -100,10 +107,17 @@ class TransitionModel:
 
 
 def transition_model(env: gym.Env) -> TransitionModel | None:
-    """Reads an environment's table ``P``, as FrozenLake, CliffWalking, Taxi and Maze have one, in Gymnasium's format.
+    """Reads an environment's table ``env.unwrapped.P``, as FrozenLake, CliffWalking, Taxi and Maze have one.
 
-    None where there is none, where a wrapper might change rewards or observations, where Taxi has fickle passengers,
-    or (with a warning) where the tensors would take more than 2 GiB. The horizon is the shortest TimeLimit.
+    ``P[s][a]`` is a list of (probability, s', reward, terminated); ``initial_state_distrib`` says where episodes
+    start. The horizon is the shortest TimeLimit among the wrappers.
+
+    Args:
+        env: an environment, wrapped or not.
+
+    Returns:
+        None where there is no such table, where a wrapper might change rewards or observations, where Taxi has fickle
+        passengers, or (with a warning) where the tensors would take more than 2 GiB.
     """
     table = getattr(env.unwrapped, "P", None)
     start = getattr(env.unwrapped, "initial_state_distrib", None)

@@ -91,7 +91,11 @@ class Setting:
         return (typing.get_origin(kinds[0]) or kinds[0]) if len(kinds) == 1 else None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Returns a value as it becomes a hyperparameter, or raises the sentence that says what would be right."""
+        """Returns a value as it becomes a hyperparameter: NumPy's numbers as Python's, whole numbers as int.
+
+        Raises:
+            UsageError: names the argument, the value, and what would be right.
+        """
         value = plain(value) if self.stored and self.stores is None else value
         if isinstance(value, nn.Module) and self.check is None:
             raise UsageError(f"{name} is a {type(value).__name__}; it takes numbers, texts, lists or dictionaries")
@@ -159,7 +163,12 @@ class _Fixed:
 
 
 def fixed(value: Any = ..., instead: str = "") -> Any:
-    """Removes an inherited argument; the attribute has the value. ``instead``: what a caller who gives it may do."""
+    """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given.
+
+    Args:
+        value: of the attribute.
+        instead: what a caller who gives the argument may do, such as ``GRPO takes it``.
+    """
     return _Fixed(value, instead)
 
 

@@ -48,7 +48,12 @@ class State:
 
 
 def persistent(initial: Any = None, argument: str | None = None) -> Any:
-    """Declares state that checkpoints hold; a run with another ``argument`` begins with its ``initial`` value."""
+    """Declares an attribute of a run that checkpoints hold.
+
+    Args:
+        initial: its value when a run begins, or a function from the object to it.
+        argument: the hyperparameter that the initial value is; a run that resumes with another one begins with that.
+    """
     return State(initial, True, argument)
 
 

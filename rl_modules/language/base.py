@@ -352,7 +352,12 @@ class LanguageModule(LanguageMetrics):
         return described
 
     def build_model(self, config: Any, source: Any) -> None:
-        """Sets ``self.model``, with a ``source``'s weights (None: new ones); a subclass adds further models."""
+        """Sets ``self.model``; algorithms with further models (reference, value) extend this.
+
+        Args:
+            config: the architecture.
+            source: directory, hub name or model that the weights come from; None: new ones.
+        """
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
                                 hp.gradient_checkpointing, self.lora, hp.quantization_config)  # fmt: skip

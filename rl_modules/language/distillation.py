@@ -119,7 +119,13 @@ class Distillation(PolicyWithReference):
     # ---------------------------------------------------------------- the divergence
 
     def divergence(self, place: Tensor, beta: float, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Returns D by ``beta``, and the reverse KL without gradient, at places of ``inputs``, [m] each, in nats."""
+        """Returns D, and the reverse KL without gradient, of the distributions at places of a batch, [m] each, in nats.
+
+        Args:
+            place: ``row * width + column`` of the tokens that predict the compared ones, [m].
+            beta: β.
+            inputs: of both models: ``input_ids`` [rows, width] …
+        """
         ours, size = logits_by_tiles(self.model, place, **inputs)
         words = text_config(self.model.config).vocab_size
         if self.wants_reference:

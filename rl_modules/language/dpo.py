@@ -149,7 +149,13 @@ class DPO(PreferencePolicy):
     # ---------------------------------------------------------------- the loss
 
     def pair_metrics(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
-        """Returns the ``loss`` and TRL's metrics from log π of the tokens, [2b, L]; ``data``: ``train`` or ``eval``."""
+        """Returns the ``loss`` of a batch and TRL's metrics: mean implicit rewards and log-probabilities.
+
+        Args:
+            log_prob: of both answers' tokens, [2b, L].
+            batch: see :meth:`reference_log_probs`.
+            data: ``train`` or ``eval``.
+        """
         chosen, rejected = self.sums(log_prob, batch).chunk(2)
         ref_chosen, ref_rejected = self.reference_log_probs(batch, data)
         loss = self.loss(chosen, rejected, ref_chosen, ref_rejected, batch["lengths"][:, 1], batch["lengths"][:, 2])

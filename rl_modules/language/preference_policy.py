@@ -76,7 +76,15 @@ class PreferencePolicy(PolicyWithReference):
         return is_updated
 
     def check_pairs(self, pairs: Any, name: str) -> None:
-        """Refuses pairs of data by a ``name`` with an empty prompt, from which a policy can't learn."""
+        """Refuses pairs from which a policy can't learn.
+
+        Args:
+            pairs: :class:`~datamodules.language.sequences.Pairs`.
+            name: of the data, for the message.
+
+        Raises:
+            UsageError: a prompt is empty.
+        """
         if len(pairs) and not bool(pairs.lengths[:, 0].all()):
             raise UsageError(f"{name}: a prompt is empty; the first token of an answer needs something that predicts "
                              "it, such as the tokenizer's BOS token")  # fmt: skip
@@ -84,7 +92,13 @@ class PreferencePolicy(PolicyWithReference):
     # ---------------------------------------------------------------- log-probabilities
 
     def reference_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor]:
-        """Σ_t log π_ref(y_t) of both answers, [b] float32 each, kept by ``index`` [b], where the batch has it."""
+        """Σ_t log π_ref(y_t) of both answers of each pair, [b] float32 each, without gradient.
+
+        Args:
+            batch: see :func:`~rl_modules.language.pairs.pair_log_probs`, and ``index`` [b], the pairs'
+                numbers in their data; without it nothing is kept.
+            data: ``train`` or ``eval``.
+        """
         if self.reference_free:
             zero = torch.zeros(len(batch["lengths"]), dtype=torch.float32, device=batch["tokens"].device)
             return zero, zero

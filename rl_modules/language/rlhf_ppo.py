@@ -245,7 +245,11 @@ class RLHFPPO(PolicyWithReference):
         return F.value_loss(value, batch["returns"], batch["value"], self.cliprange_value, batch["mask"])
 
     def demonstration_loss(self, batch: dict[str, Any]) -> Tensor:
-        """-E[log π(x)] per token of the batch's demonstrations, at temperature 1, as its part of the step's mean."""
+        """-E[log π(x)] per token of the demonstrations in the batch, at temperature 1, as its part of the step's mean.
+
+        Raises:
+            UsageError: ptx_coef without demonstrations, or demonstrations without ptx_coef.
+        """
         if "ptx_tokens" not in batch:
             raise UsageError(f"ptx_coef={self.ptx_coef} needs demonstrations in every step; give the datamodule a "
                              "ptx_batch_size above 0")  # fmt: skip

@@ -73,7 +73,14 @@ class SFT(LanguagePolicy):
         return loss + balance
 
     def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
-        """Returns log π of the counted tokens, [1, m], in nats, and if asked for the entropies and the likeliest."""
+        """Returns log π of the demonstrations' counted tokens, in nats, [1, m].
+
+        Args:
+            batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
+                rows are packed; ``seed`` of the dropout, in training.
+            entropy: return also the entropies.
+            accuracy: return also whether each token is the likeliest.
+        """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:

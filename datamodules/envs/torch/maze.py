@@ -11,7 +11,14 @@ from datamodules.envs.torch.base import TorchEnv
 
 
 class Maze(TorchEnv):
-    """:class:`datamodules.envs.maze.Maze` as a table of its outcomes, with the maze's own arguments."""
+    """:class:`datamodules.envs.maze.Maze` as a table of its outcomes.
+
+    Args:
+        num_envs: N.
+        max_episode_steps: steps after which an episode is truncated; None: never.
+        device: where the states are.
+        **arguments: of the maze: ``layout``, ``goal_reward`` and ``trap_reward``.
+    """
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class Decoding:
             self._model(input_ids=self.prompts.tokens[:1, -1:], use_cache=False)
 
     def _step(self, rows: list[int], waiting: Waiting) -> list[bool]:
-        """Begins these rows, or where there are none goes on with the live ones; returns which have had their last."""
+        """Draws the first tokens of new ``rows``, or without any the next of the live ones; returns which are done."""
         if not rows:
             token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
             return self._draw(self.live, self.cache.advance(self._forward, token, position))
