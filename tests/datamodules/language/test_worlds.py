@@ -1,6 +1,7 @@
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 
 from datamodules.language.worlds import Arithmetic, Guess, Islands, Nim, TextMaze, demonstrations
@@ -144,3 +145,26 @@ def test_the_perfect_opponent_loses_only_to_perfect_play():
 def test_the_policy_s_own_games_end_at_the_last_stone_or_a_wrong_move():
     assert play(Nim(brief=True), {"stones": 6}, ["3", "1", "2"]) == (["3", "2", None], 1.0, True)
     assert play(Nim(), {"stones": 2}, ["3"])[1:] == play(Nim(), {"stones": 9}, ["1", "none"])[1:] == (-1.0, True)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.1, 9.97), (0.5, 9.79)])
+def test_what_a_policy_of_the_cell_returns_at_rest_under_the_kl(beta, expected):
+    """The page's numbers: π ∝ exp(Q/β) beside the random walk, Q over a horizon of 8 and the cells' visits."""
+    maze = TextMaze(brief=True).maze
+    policy = np.full((6, 4), 0.25)
+    for _ in range(80):
+        value, q = np.zeros((9, 6)), np.zeros((8, 6, 4))
+        for t in reversed(range(8)):
+            for s, a in np.ndindex(6, 4):
+                [(_, there, reward, ended)] = maze.P[s][a]
+                q[t, s, a] = reward + (0.0 if ended else value[t + 1, there])
+            value[t] = (policy * q[t]).sum(1)
+        visits = np.zeros((8, 6))
+        visits[0, 0] = 1.0
+        for t, s, a in np.ndindex(7, 6, 4):
+            [(_, there, _, ended)] = maze.P[s][a]
+            visits[t + 1, there] += 0.0 if ended else visits[t, s] * policy[s, a]
+        mean = (visits[:, :, None] * q).sum(0) / (visits.sum(0)[:, None] + 1e-12)
+        rest = np.exp((mean - mean.max(1, keepdims=True)) / beta)
+        policy = 0.7 * policy + 0.3 * rest / rest.sum(1, keepdims=True)
+    assert value[0, 0] == pytest.approx(expected, abs=0.006)
