@@ -23,9 +23,13 @@ def state_of_tree() -> str:
 
 def files(words: list[str]) -> list[str]:
     """Returns the test files with slow tests, in pytest's order."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", *CHOSEN, *words]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    return list(dict.fromkeys(line.partition("::")[0] for line in lines if "::" in line))
+    loud = [word for word in words if word not in ("-q", "-v")]  # with these pytest lists no names, or a tree of them
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *CHOSEN, *loud]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = list(dict.fromkeys(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line))
+    if not found:
+        raise SystemExit(f"pytest found no slow test:\n{done.stdout}{done.stderr}")
+    return found
 
 
 def main(words: list[str]) -> int:
