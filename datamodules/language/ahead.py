@@ -1,12 +1,25 @@
 """Rounds of completions that are written while earlier ones train."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
-from typing import Any
+from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from datamodules.language.reward_arguments import TrainerState
+from datamodules.language.reward_calls import EarlyRewards
 from rl_modules.core.state import Stateful, persistent
 from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling.protocol import replaced
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.turns import Partner
+
+Record = dict[str, Any]
 
 #: From the place of a round's first prompt in the stream to its completions.
 Write = Callable[[int], Completions]
@@ -59,3 +72,82 @@ class WrittenAhead(Stateful):
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
+
+
+# ---------------------------------------------------------------- a prompt datamodule's rounds
+
+
+def round_ahead(data: Any, n_prompts: int) -> dict[str, Any]:
+    """Returns a round that was written while earlier generations trained, and asks for further ones."""
+    data.policy.update_sampler()
+    if not data._ahead.rounds:
+        data._ahead.ask(data._reserve(n_prompts))
+    data._ahead.start()
+    first, written = data._ahead.take()
+    records, seeds = data._asked(range(first, first + n_prompts))
+    waits = data._ahead.in_thread or data.environment is not None
+    early = None if waits else judging(data, first, records, written)
+    written = without_stale(data, records, seeds, written)
+    while len(data._ahead.rounds) < data.async_generations:
+        data._ahead.ask(data._reserve(n_prompts))
+    return data._as_rollout(records, written, early)
+
+
+def write_ahead(data: Any, first: int) -> Completions:
+    """Writes a round with the sampler's weights; one of this process is scored from then on."""
+    places = range(first, first + data.generation_size // data.num_generations)
+    records, seeds = data._asked(places)
+    module, n_each = data.policy, data.num_generations
+    if data._ahead.in_thread:
+        return data.complete(partial(_sample, data), records, seeds, n_each)
+    listener = None
+    if data.environment is None:  # whose rewards come with the dialogues
+        data._ready_rewards()
+        early = data._early[first] = EarlyRewards(data.rewards, module.tokenizer, records, n_each)
+        data._states[first] = state = asdict(early.trainer_state or TrainerState())
+        del state["max_steps"]  # of the run, which a resume may make longer
+        listener = early.on_ended
+    written = data.complete(module.act, records, seeds, n_each, on_ended=listener)
+    version = torch.full_like(written.length, data.learner_trainer.global_step)
+    return replace(written, version=version)
+
+
+def _sample(
+    data: Any, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: Partner | None = None
+) -> Completions:
+    """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
+    module = data.policy
+    if partner is not None:
+        from rl_modules.language.sampling.turns import converse
+
+        return converse(module.sampler, prompts, seeds, module.settings(), partner)
+    return module.sampler.sample(prompts, num_generations, seeds, module.settings())
+
+
+def judging(data: Any, first: int, records: list[Record], written: Completions) -> EarlyRewards:
+    """The rewards of a round of this process; after a resume computed again, with the state at its writing."""
+    early, state = data._early.pop(first, None), data._states.pop(first, None)
+    if early is None:
+        data._ready_rewards()
+        early = EarlyRewards(data.rewards, data.policy.tokenizer, records, data.num_generations)
+        if state is not None:
+            early.trainer_state = replace(early.trainer_state or TrainerState(), **state)
+        for row, (tokens, n) in enumerate(zip(written.tokens.tolist(), written.length.tolist(), strict=True)):
+            early.on_ended(row, tokens[:n])
+    return early
+
+
+def without_stale(data: Any, records: list[Record], seeds: list[int], written: Completions) -> Completions:
+    """Writes the groups again whose weights are more than ``async_generations`` generations old."""
+    assert written.version is not None
+    n_each, module = data.num_generations, data.policy
+    behind = data.learner_trainer.global_step - written.version
+    allowed = data.async_generations * data.steps_per_generation * data.num_iterations
+    old = (behind > allowed).view(-1, n_each).any(1)
+    module.record(**{"sampling/steps_behind": behind.float().mean(), "sampling/rewritten": old.float().mean()})
+    if not bool(old.any()):
+        return written
+    groups = old.nonzero().flatten().tolist()
+    rows = [group * n_each + j for group in groups for j in range(n_each)]
+    again = data.complete(module.act, [records[group] for group in groups], [seeds[row] for row in rows], n_each)
+    return replaced(written, rows, again, data._pad_id)

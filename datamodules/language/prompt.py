@@ -1,7 +1,7 @@
 """Experience of a language model: completions of prompts, generated every epoch, in minibatches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.experience import LazyLoader
-from datamodules.language.ahead import WrittenAhead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.notices import notice
-from datamodules.language.reward_arguments import TrainerState, refuse_own_names
+from datamodules.language.reward_arguments import refuse_own_names
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
     RowLengths,
@@ -30,16 +29,21 @@ from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
-from rl_modules.language.sampling.protocol import replaced
 
 if TYPE_CHECKING:
     from rl_modules.language.contract import CompletionLearner
-    from rl_modules.language.sampling.turns import Partner
 
 
 def without_environment(data: Any) -> str | None:
     """Says that an argument of dialogues is idle in a run of single turns."""
     return "without environment; set that" if data.hparams["environment"] is None else None
+
+
+def _written_ahead(data: Any) -> Any:
+    from datamodules.language.ahead import WrittenAhead, write_ahead
+
+    in_thread = not data.async_generations or data.policy.hparams["sampler"] == "vllm_server"
+    return WrittenAhead(lambda first: write_ahead(data, first), in_thread)
 
 
 class PromptDataModule(LanguageDataModule):
@@ -104,7 +108,8 @@ class PromptDataModule(LanguageDataModule):
     _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
     #: The optimizer step whose weights wrote the generation; -1: older ones.
     _written_at: int = persistent(-1)
-    _ahead: WrittenAhead = persistent(lambda self: WrittenAhead(self._write_ahead))
+    #: The queue of rounds that are written ahead; of a run without any it is made for the checkpoint.
+    _ahead: Any = persistent(_written_ahead)
     #: The trainer's state that reward functions receive, of rounds written ahead by the place of their first prompt.
     _states: dict[int, dict[str, Any]] = persistent({})
     #: Their rewards that are being computed in this process.
@@ -166,7 +171,6 @@ class PromptDataModule(LanguageDataModule):
                 raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
                                  f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
             forget_state(self.rewards)
-            self._ahead.in_thread = not self.async_generations or module.hparams["sampler"] == "vllm_server"
 
     def encode(self, records: list[Record]) -> list[Record]:
         if len(self.rewards):  # here, because the first call comes after the first generation
@@ -299,8 +303,12 @@ class PromptDataModule(LanguageDataModule):
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
         self.rewards.take_notes()  # an evaluation's
-        is_ahead = self.async_generations > 0 or bool(self._ahead.rounds)
-        rollout = self._round_ahead(n_prompts) if is_ahead else self._round(n_prompts)
+        if self.async_generations > 0 or self._has_ahead:
+            from datamodules.language.ahead import round_ahead
+
+            rollout = round_ahead(self, n_prompts)
+        else:
+            rollout = self._round(n_prompts)
         if self.generation == 0:
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
@@ -333,6 +341,11 @@ class PromptDataModule(LanguageDataModule):
         if not self._largest_over_ranks(is_judged):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
+
+    @property
+    def _has_ahead(self) -> bool:
+        """Whether rounds are written already, maybe by the run that this one resumes."""
+        return "_ahead" in vars(self) and bool(self._ahead.rounds)
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
@@ -399,82 +412,10 @@ class PromptDataModule(LanguageDataModule):
 
         return complete(self, act, records, seeds, num_generations, **how)
 
-    # ---------------------------------------------------------------- generations written ahead
-
-    def _round_ahead(self, n_prompts: int) -> dict[str, Any]:
-        """Returns a round that was written while earlier generations trained, and asks for further ones."""
-        self.policy.update_sampler()
-        if not self._ahead.rounds:
-            self._ahead.ask(self._reserve(n_prompts))
-        self._ahead.start()
-        first, written = self._ahead.take()
-        records, seeds = self._asked(range(first, first + n_prompts))
-        waits = self._ahead.in_thread or self.environment is not None
-        early = None if waits else self._judging(first, records, written)
-        written = self._without_stale(records, seeds, written)
-        while len(self._ahead.rounds) < self.async_generations:
-            self._ahead.ask(self._reserve(n_prompts))
-        return self._as_rollout(records, written, early)
-
-    def _write_ahead(self, first: int) -> Completions:
-        """Writes a round with the sampler's weights; one of this process is scored from then on."""
-        places = range(first, first + self.generation_size // self.num_generations)
-        records, seeds = self._asked(places)
-        module, n_each = self.policy, self.num_generations
-        if self._ahead.in_thread:
-            return self.complete(self._sample, records, seeds, n_each)
-        listener = None
-        if self.environment is None:  # whose rewards come with the dialogues
-            self._ready_rewards()
-            early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, n_each)
-            self._states[first] = state = asdict(early.trainer_state or TrainerState())
-            del state["max_steps"]  # of the run, which a resume may make longer
-            listener = early.on_ended
-        written = self.complete(module.act, records, seeds, n_each, on_ended=listener)
-        version = torch.full_like(written.length, self.learner_trainer.global_step)
-        return replace(written, version=version)
-
-    def _sample(
-        self, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: "Partner | None" = None
-    ) -> Completions:
-        """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
-        module = self.policy
-        if partner is not None:
-            from rl_modules.language.sampling.turns import converse
-
-            return converse(module.sampler, prompts, seeds, module.settings(), partner)
-        return module.sampler.sample(prompts, num_generations, seeds, module.settings())
-
-    def _judging(self, first: int, records: list[Record], written: Completions) -> EarlyRewards:
-        """The rewards of a round of this process; after a resume computed again, with the state at its writing."""
-        early, state = self._early.pop(first, None), self._states.pop(first, None)
-        if early is None:
-            self._ready_rewards()
-            early = EarlyRewards(self.rewards, self.policy.tokenizer, records, self.num_generations)
-            if state is not None:
-                early.trainer_state = replace(early.trainer_state or TrainerState(), **state)
-            for row, (tokens, n) in enumerate(zip(written.tokens.tolist(), written.length.tolist(), strict=True)):
-                early.on_ended(row, tokens[:n])
-        return early
-
-    def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
-        """Writes the groups again whose weights are more than ``async_generations`` generations old."""
-        assert written.version is not None
-        n_each, module = self.num_generations, self.policy
-        behind = self.learner_trainer.global_step - written.version
-        allowed = self.async_generations * self.steps_per_generation * self.num_iterations
-        old = (behind > allowed).view(-1, n_each).any(1)
-        module.record(**{"sampling/steps_behind": behind.float().mean(), "sampling/rewritten": old.float().mean()})
-        if not bool(old.any()):
-            return written
-        groups = old.nonzero().flatten().tolist()
-        rows = [group * n_each + j for group in groups for j in range(n_each)]
-        again = self.complete(module.act, [records[group] for group in groups], [seeds[row] for row in rows], n_each)
-        return replaced(written, rows, again, self._pad_id)
-
     def _teardown(self, stage: str) -> None:
         """Cancels the rounds to write and score ahead, except those that have begun."""
-        self._ahead.stop()
+        if "_ahead" in vars(self):
+            self._ahead.stop()
         for early in self._early.values():
             early.stop()
         if self._dialogues is not None:
@@ -500,4 +441,4 @@ class PromptDataModule(LanguageDataModule):
             if not replayable(self.environment):
                 notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
                        "anew, in new environments")  # fmt: skip
-        return resumed_position(position, saved, self._layout, begun=bool(self._ahead.rounds))
+        return resumed_position(position, saved, self._layout, begun=self._has_ahead)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from datamodules.language import ahead
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from rl_modules.common.errors import UsageError
@@ -235,14 +236,14 @@ def test_rows_of_older_weights_are_written_again(monkeypatch: Any) -> None:
     with running_server() as (_, address):
         module, data = asynchronous(address, 1)
         generations = []
-        again = data._without_stale
+        again = ahead.without_stale
 
-        def noting(records: Any, seeds: Any, rows: Completions) -> Completions:
-            fresh = again(records, seeds, rows)
+        def noting(data: Any, records: Any, seeds: Any, rows: Completions) -> Completions:
+            fresh = again(data, records, seeds, rows)
             generations.append((rows.version.clone(), fresh.version.clone()))
             return fresh
 
-        data._without_stale = noting  # type: ignore[method-assign]
+        monkeypatch.setattr(ahead, "without_stale", noting)
         fit(module, data, max_steps=7)
     changed = [(old, new) for old, new in generations if not torch.equal(old, new)]
     assert changed and all((new > old).all() for old, new in changed)
