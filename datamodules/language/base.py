@@ -393,7 +393,7 @@ class LanguageDataModule(LanguageArguments):
                 scores[row] = torch.nan
         self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
-        spread = self.rewards.token_rewards(scores, lengths)
+        spread = self.rewards.token_rewards(scores, lengths) if self.rewards.by_token else None
         plain = list(map(text_of, said))
         first = scores[:, 0] if scores.shape[1] else None
         if self.mixture is None:

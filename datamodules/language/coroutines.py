@@ -7,13 +7,11 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from datamodules.language.reward_arguments import TooLong
+
 #: Of the module, because a datamodule that holds a lock can't be pickled.
 _OPENING = threading.Lock()
 _Serving = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
-
-
-class TooLong(Exception):
-    """A reward function exceeded its time limit."""
 
 
 class RunEnded(BaseException):

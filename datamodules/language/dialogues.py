@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from datamodules.language.calls import calls_of
-from datamodules.language.coroutines import TooLong
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
 from datamodules.language.environments import Message, check_messages, check_step, load_environment, written_message
 from datamodules.language.notices import notice
+from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened

@@ -13,7 +13,7 @@ from datamodules.experience import LazyLoader
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.notices import notice
-from datamodules.language.reward_arguments import refuse_own_names
+from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
     RowLengths,
@@ -174,8 +174,7 @@ class PromptDataModule(LanguageDataModule):
 
     def encode(self, records: list[Record]) -> list[Record]:
         if len(self.rewards):  # here, because the first call comes after the first generation
-            for record in records:
-                refuse_own_names(record)
+            columns_of(records)
         return super().encode(records)
 
     @property

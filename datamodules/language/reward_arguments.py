@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch
 
 from rl_modules.common.errors import UsageError
 
+Parameters = Mapping[str, inspect.Parameter]
 #: Arguments by which a reward function logs.
 LOGGING = ("log_metric", "log_extra")
 #: Argument for the prompts as the model reads them, after the chat template; only for functions that name it.
 RENDERED = "rendered_prompts"
 #: Arguments that have no value per completion.
-_SHARED = frozenset({"trainer_state", *LOGGING})
+SHARED = frozenset({"trainer_state", *LOGGING})
 #: Arguments that are no columns.
-_OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, *_SHARED})
+_OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, *SHARED})
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset(
     {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
@@ -25,20 +26,17 @@ _NOT_PASSED = frozenset(
 
 
 def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The records' columns as reward functions get them; None where a record lacks one."""
+    """The records' columns as reward functions get them, None where a record lacks one; refuses those with the name of
+    an argument, whose value they would replace.
+    """
     names = dict.fromkeys(name for record in records for name in record if name not in _NOT_PASSED)
-    refuse_own_names(names)
+    for name in _OWN.intersection(names):
+        raise UsageError(f"the records have a column {name!r}, the name by which reward functions get this run's own "
+                         f"{name}; rename or remove the column in the file or dataset")  # fmt: skip
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def refuse_own_names(columns: Iterable[str]) -> None:
-    """Refuses columns with the name of an argument, whose value they would replace."""
-    for name in (_OWN - _NOT_PASSED).intersection(columns):
-        raise UsageError(f"the records have a column {name!r}, the name by which reward functions get this run's own "
-                         f"{name}; rename or remove the column in the file or dataset")  # fmt: skip
-
-
-def parameters_of(func: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(func: Callable[..., Any]) -> Parameters:
     """A function's parameters; of a builtin written in C, which has no signature, ``**columns``."""
     try:
         return inspect.signature(func).parameters
@@ -46,9 +44,8 @@ def parameters_of(func: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
 
 
-def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
+def accepted(parameters: Parameters, name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The part of ``given`` that a function accepts: what it names, and all columns if it has ``**columns``."""
-    parameters = parameters_of(func)
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
@@ -61,20 +58,13 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
             if key in parameters or (takes_all and key not in (*LOGGING, RENDERED))}  # fmt: skip
 
 
-def own_part(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """A call's arguments for samples ``start`` to ``stop``, copied: a function may change what it gets."""
-    return {
-        key: value if value is None or key in _SHARED else [_copied(sample) for sample in value[start:stop]]
-        for key, value in arguments.items()
-    }
-
-
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of lists and dictionaries, because a function may change what it gets."""
     if isinstance(value, list):
         # Lists of numbers and strings, such as token ids, are copied without a check of each element.
-        return [_copied(x) if isinstance(x, (list, dict)) else x for x in value]
+        return [copied(x) if isinstance(x, (list, dict)) else x for x in value]
     if isinstance(value, dict):
-        return {key: _copied(x) for key, x in value.items()}
+        return {key: copied(x) for key, x in value.items()}
     return value
 
 
@@ -146,6 +136,10 @@ def trainer_state(trainer: Any, epoch: float) -> TrainerState:
 
 
 # ---------------------------------------------------------------- the values
+
+
+class TooLong(Exception):
+    """A reward function exceeded its time limit."""
 
 
 @dataclass

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.coroutines import EventLoop, TooLong
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import (
     LOGGING,
     RENDERED,
+    SHARED,
     Call,
     RewardLog,
+    TooLong,
     TrainerState,
     accepted,
     columns_of,
-    own_part,
+    copied,
     parameters_of,
     short,
 )
@@ -70,7 +71,8 @@ class RewardFunctions(Stateful):
         self.names = _distinct([function_name(func) for func in self.funcs])
         #: Returns the text that the model reads of a record; None: unknown.
         self.as_read: Callable[[dict[str, Any]], str] | None = None
-        self._wants_text = any(RENDERED in parameters_of(func) for func in self.funcs)
+        self._parameters = list(map(parameters_of, self.funcs))
+        self._wants_text = any(RENDERED in parameters for parameters in self._parameters)
         self._is_coroutine = list(map(_is_coroutine_function, self.funcs))
         #: Whether a function may return a list of numbers for a completion, one per token.
         self.by_token = False
@@ -80,7 +82,6 @@ class RewardFunctions(Stateful):
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
         self._warned_of_none = False
-        self._loop = EventLoop()
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -115,7 +116,15 @@ class RewardFunctions(Stateful):
 
     def close(self) -> None:
         """Ends the coroutines that still run, and their event loop; a later call opens another one."""
-        self._loop.close()
+        if "_loop" in vars(self):
+            self.loop.close()
+
+    @property
+    def loop(self) -> Any:
+        """The event loop of coroutine functions, made with the first of them, by whichever thread."""
+        from datamodules.language.coroutines import EventLoop
+
+        return vars(self).setdefault("_loop", EventLoop())
 
     def score(
         self,
@@ -144,7 +153,8 @@ class RewardFunctions(Stateful):
         if state is not None:
             given["trainer_state"] = state
         numbers = range(len(self.funcs)) if functions is None else functions
-        calls = [Call(j, self.names[j], first, given, accepted(self.funcs[j], self.names[j], given)) for j in numbers]
+        calls = [Call(j, self.names[j], first, given, accepted(self._parameters[j], self.names[j], given))
+                 for j in numbers]  # fmt: skip
         # Coroutine functions run at once, the others in turn.
         begun = [self._begin(call, 0, len(records)) if self._is_coroutine[call.function] else None for call in calls]
         for call, running in zip(calls, begun, strict=True):
@@ -160,7 +170,10 @@ class RewardFunctions(Stateful):
             rewards[call.first : call.first + len(call.values), call.function] = torch.tensor(call.values)
         for j, name in enumerate(self.names):
             failures = [failure for call in calls if call.function == j for failure in call.failures]
-            self._report(name, failures, records, completions)
+            if len(failures) < len(records) and name not in self._scored:
+                self._scored.append(name)
+            if failures:
+                self._report(name, failures, records, completions)
         if not self._warned_of_none and rewards.numel() and rewards.isnan().all() and not self.has_failed:
             self._warned_of_none = True
             notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
@@ -226,10 +239,11 @@ class RewardFunctions(Stateful):
     def _begin(self, call: Call, start: int, stop: int) -> tuple[RewardLog, Callable[[], Any]]:
         """The log of samples ``start`` to ``stop``, and a function that waits for their values."""
         func, log = self.funcs[call.function], RewardLog(call.first + start, stop - start)
-        part = own_part(call.arguments, start, stop)
+        part = {key: value if value is None or key in SHARED else copied(list(value[start:stop]))
+                for key, value in call.arguments.items()}  # fmt: skip
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
         if self._is_coroutine[call.function]:
-            return log, self._loop.start(partial(func, **part), self.time_limit_s)
+            return log, self.loop.start(partial(func, **part), self.time_limit_s)
         return log, partial(self._call, func, part)
 
     def _scores(
@@ -264,10 +278,6 @@ class RewardFunctions(Stateful):
         """Counts and reports the samples that a function failed on; refuses one that fails on several prompts."""
         n = len(completions)
         self._failures[name] += len(failures)
-        if len(failures) < n and name not in self._scored:
-            self._scored.append(name)
-        if not failures:
-            return
         sample, error = min(failures, key=lambda failure: failure[0])
         example = short(completions[sample])
         what = f"took longer than {self.time_limit_s} s" if isinstance(error, TooLong) else (
@@ -290,12 +300,13 @@ class RewardFunctions(Stateful):
     def _call(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What a function returns, within the time limit."""
         if self.time_limit_s is None:
-            return self._loop.value_of(func(**arguments), None)
+            result = func(**arguments)
+            return self.loop.value_of(result, None) if inspect.isawaitable(result) else result
         outcome: Future[Any] = Future()
 
         def work() -> None:
             try:
-                outcome.set_result(self._loop.value_of(func(**arguments), self.time_limit_s))
+                outcome.set_result(self.loop.value_of(func(**arguments), self.time_limit_s))
             except BaseException as error:
                 outcome.set_exception(error)
 
