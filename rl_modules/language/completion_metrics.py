@@ -65,15 +65,6 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
                 adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 
 
-def quantile(values: Tensor, q: float) -> Tensor:
-    """The ``q``-quantile of the numbers among ``values``; ``torch.nanquantile`` takes 16 million values at most."""
-    ordered = values.flatten().sort().values  # NaN comes last
-    rank = (values.isnan().logical_not().sum() - 1).clamp(min=0) * q
-    below = rank.floor()
-    low, high = ordered[torch.stack([below, rank.ceil()]).long()]
-    return low.lerp(high, (rank - below).to(low.dtype))
-
-
 def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor], dict]:
     """Fractions of clipped ratios: the weight of the means, the means, and the extremes over completions."""
     mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level

@@ -4,40 +4,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
-from rl_modules.language.advantages import (
-    IN_GROUPS,
-    load_argument,
-    path_of,
-    require_advantages,
-    scores_by,
-    turn_advantages,
-)
+from rl_modules.language import advantages as functions
+from rl_modules.language import grpo_options as options
 from rl_modules.language.architecture import completions_router_loss, router_logits, wants_router_loss
-from rl_modules.language.completion_metrics import clip_metrics, quantile, record_generation
+from rl_modules.language.completion_metrics import clip_metrics, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.sampling.correction import MODES, correction_of, sampling_metrics
+from rl_modules.language.sampling.correction import MODES, correction_of, importance_weights
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
-
-
-def check_scale(name: str, value: Any) -> str:
-    """Returns the word for what rewards are scaled by; true and false are words of TRL."""
-    word = {True: "group", False: "none"}[value] if isinstance(value, bool) else value
-    if word not in ("group", "batch", "none"):
-        raise UsageError(f"{name}={value!r} must be one of group, batch, none")
-    return str(word)
-
-
-def without_clip(module: Any) -> str | bool:
-    """The reason why the clip's bounds are idle."""
-    return module.loss_type == "sapo" and "with loss_type='sapo', which does not clip"
 
 
 class GRPO(PolicyWithReference):
@@ -66,12 +45,12 @@ class GRPO(PolicyWithReference):
         least=0)  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=lambda m: without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
+        idle=lambda m: options.without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
                                            "epsilon_high alone"))  # fmt: skip
     epsilon_high: float | None = setting(
         None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
-        idle=without_clip)  # fmt: skip
+        idle=options.without_clip)  # fmt: skip
     delta: float | None = setting(
         None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
         "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
@@ -83,18 +62,18 @@ class GRPO(PolicyWithReference):
         one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
     sapo_temperature_pos: float = setting(
         1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=lambda m: m.loss_type != "sapo" and "without loss_type='sapo'; set that")  # fmt: skip
+        idle=options.without_sapo)  # fmt: skip
     sapo_temperature_neg: float = setting(
-        1.05, "the same for other advantages", above=0,
-        idle=lambda m: m.loss_type != "sapo" and "without loss_type='sapo'; set that")  # fmt: skip
+        1.05, "the same for other advantages", above=0, idle=options.without_sapo)  # fmt: skip
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
-        kind=bool | str, check=check_scale)  # fmt: skip
+        kind=bool | str, check=options.check_scale)  # fmt: skip
     advantage_function: Any = setting(
         None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
-        "Python also the function itself", kind=str | None, argument="advantages", stores=path_of)  # fmt: skip
+        "Python also the function itself", kind=str | None, argument="advantages",
+        stores=functions.path_of)  # fmt: skip
     importance_sampling_level: str = setting(
         "token", "ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
         "(``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are these with "
@@ -128,11 +107,9 @@ class GRPO(PolicyWithReference):
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
         "``token_truncate`` if the sampler does not return the tokens that its filters kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0,
-        idle=lambda m: m.correction == "none" and "without an importance_sampling_correction; set that")  # fmt: skip
+        None, "lower bound on ρ; null: none", least=0, idle=options.without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0,
-        idle=lambda m: m.correction == "none" and "without an importance_sampling_correction; set that")  # fmt: skip
+        3.0, "upper bound on ρ; null: none", least=0, idle=options.without_correction)  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -147,17 +124,22 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_contradictions(self)
-        self.advantage_function = load_argument(self)
+        options.refuse_contradictions(self)
+        self.advantage_function = functions.load_argument(self)
 
     @property
     def wants_reference(self) -> bool:
         return self.beta > 0
 
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the loss reads the entropies of the tokens' distributions."""
+        return self.top_entropy_quantile < 1 or self.entropy_coef > 0
+
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if stage == "fit":
-            check_run(self)
+            options.check_run(self)
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -176,7 +158,7 @@ class GRPO(PolicyWithReference):
             loss is corrected for the sampler; keep [B] bool if rows without advantage skip the forward pass.
         """
         mask = written_mask(rollout)
-        self.filter_of(rollout)
+        filtered = self.filter_of(rollout)
         if self.mask_truncated_completions:
             mask = mask & rollout["finished"].unsqueeze(1)
         names = ("tokens", "prompt_length", "length", "log_prob", "kept", "kept_count")
@@ -185,16 +167,16 @@ class GRPO(PolicyWithReference):
         everyone = self.gathered(rollout["reward"])
         advantage = self.advantages(everyone, rollout["num_generations"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
-        fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
+        fields["advantage"] = functions.require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
-            fields["advantage"] = turn_advantages(self, rollout)
-        passes = self.forward_passes(rollout) if self.rescores or self.beta else {}
+            fields["advantage"] = functions.turn_advantages(self, rollout)
+        passes = rollout.get("passes", {})
+        if not passes and (self.rescores or self.beta):
+            passes = self.in_parts(rollout, self.evaluate_completions, filtered)
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
-            fields["sampling_log_prob"] = rollout["log_prob"]
-            fields["importance_weight"] = self.importance_weights(fields)
-            self.record(**sampling_metrics(fields, self.correction, self.gathered))
-        if self.beta == 0 and self.top_entropy_quantile == 1 and not self.entropy_coef:
+            fields |= importance_weights(self, fields, rollout["log_prob"])
+        if self.beta == 0 and not self.wants_entropy:
             matters = fields["advantage"] != 0
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
         record_generation(self, rollout, fields, passes.get("entropy"))
@@ -219,14 +201,10 @@ class GRPO(PolicyWithReference):
             [P, G]; 0 where nothing was scored.
         """
         if self.advantage_function is not None:
-            return scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
+            return functions.scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
         return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
     # ---------------------------------------------------------------- log-probabilities
-
-    def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Returns :meth:`evaluate_completions` of a whole generation."""
-        return self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
 
     def evaluate_completions(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
@@ -235,10 +213,8 @@ class GRPO(PolicyWithReference):
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
         if self.rescores:
-            log_prob, entropy = completion_log_probs(
-                self.model, *text, self.temperature, entropy=True, filtered=filtered
-            )
-            result |= {"log_prob": log_prob, "entropy": entropy}
+            found = completion_log_probs(self.model, *text, self.temperature, True, filtered=filtered)
+            result = dict(zip(("log_prob", "entropy"), found, strict=True))
         if self.beta:
             self.sync_reference()
             result["ref_log_prob"] = self.reference_log_probs_of(*text, filtered)
@@ -256,12 +232,6 @@ class GRPO(PolicyWithReference):
     #: The mode of the importance weights, or ``none``.
     correction = property(correction_of)
 
-    def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
-        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities."""
-        hp, ours = self.hparams, (fields["log_prob"], fields["sampling_log_prob"], fields["mask"])
-        bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
-        return F.importance_weights(*ours, self.correction, *bounds)
-
     @property
     def rescores(self) -> bool:
         """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or rounding."""
@@ -278,26 +248,23 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- one minibatch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        chooses = self.top_entropy_quantile < 1
         with router_logits(self.model) if wants_router_loss(self.model) else nullcontext() as routers:
-            log_prob, entropy = self.log_probs(batch, entropy=chooses or self.entropy_coef > 0)
+            log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
-        uncertain = batch["mask"]
-        if chooses and entropy is not None:
-            uncertain = self.uncertain_tokens(entropy.detach(), batch["mask"])
-            advantage = batch["advantage"] if batch["advantage"].ndim == 2 else batch["advantage"].unsqueeze(1)
-            batch = {**batch, "advantage": torch.where(uncertain, advantage, 0.0)}
+        bonus: Tensor | float = 0.0
+        if entropy is not None:
+            from rl_modules.language.entropy import entropy_terms
+
+            batch, bonus = entropy_terms(self, entropy, batch)
         loss = self.policy_loss(log_prob, batch)
-        if self.entropy_coef and entropy is not None:
-            loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
+        loss = loss if entropy is None else loss - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
         return loss if routers is None else loss + completions_router_loss(self, routers[-1], batch)
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning
-        divides.
+        """Returns this micro-batch's part of the step's loss, times their number, by which Lightning divides.
 
         Args:
             log_prob: of the completions' tokens, [b, L].
@@ -319,19 +286,6 @@ class GRPO(PolicyWithReference):
             return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
 
-    def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Returns this micro-batch's part of the step's mean entropy of the ``uncertain`` tokens, [b, L] each."""
-        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
-        return F.masked_mean(entropy, uncertain) * share * batch["n_micro"]
-
-    def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """Returns the tokens with the ``top_entropy_quantile`` of all ranks' entropies, as in TRL, [b, L] bool."""
-        values = torch.where(mask, entropy, torch.nan)
-        if self._world_size > 1:
-            width = self.most_over_ranks(values.shape[1])
-            values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
-        return mask & (entropy >= quantile(values, 1 - self.top_entropy_quantile))
-
     # ---------------------------------------------------------------- diagnostics
 
     @torch.no_grad()
@@ -344,36 +298,3 @@ class GRPO(PolicyWithReference):
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))
-
-
-def refuse_contradictions(module: Any) -> None:
-    """Refuses arguments of which one would do nothing, or can't do its part, beside another."""
-    hp: Any = module.hparams
-    path, reference, loss_type = hp.get("advantages"), hp.ref_model_name_or_path, module.loss_type
-    low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
-    if loss_type == "cispo" and hp.epsilon_high is None:
-        raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give "
-                         "one, such as 5")  # fmt: skip
-    if loss_type in ("cispo", "sapo") and hp.delta is not None:
-        raise UsageError(f"delta={hp.delta} does nothing for loss_type={loss_type!r}, which does not clip; set it to "
-                         "null")  # fmt: skip
-    if path is not None and module.scale_rewards != "group":
-        raise UsageError(f"scale_rewards={module.scale_rewards!r} does nothing with advantages={path!r}, which scales "
-                         "by itself; give one of them")  # fmt: skip
-    if not hp.beta and (hp.sync_ref_model or reference is not None):
-        given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
-        raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
-    if low is not None and high is not None and low > high:
-        raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
-
-
-def check_run(module: Any) -> None:
-    """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""
-    is_own = type(module).advantages is not GRPO.advantages or type(module).score_group is not GRPO.score_group
-    compares = not is_own and module.advantage_function in (None, *IN_GROUPS)
-    if compares and getattr(module.trainer.datamodule, "num_generations", 2) < 2:
-        raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
-    level, loss_type = module.importance_sampling_level, module.loss_type
-    if level != "token" and loss_type != "grpo":
-        rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
-                       "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip

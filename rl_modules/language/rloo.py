@@ -89,10 +89,6 @@ class RLOO(GRPO):
             self.record(tokens, kl=kl.sum() / tokens.clamp(min=1))
         return super().prepare(rollout)
 
-    def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
-        # The KL in the reward needed them already.
-        return rollout["passes"] if self.kl_coefficient else super().forward_passes(rollout)
-
     def evaluate_completions(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
     ) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from rl_modules import functional as F
+
 MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _NAME = "importance_sampling_correction"
 
@@ -39,6 +41,16 @@ def warn_of_lacking_support(policy: Any) -> None:
     elif given.startswith("sequence"):
         text += f". With {_NAME}={given!r} the weight of a completion is the product of the kept masses of its tokens"
     rank_zero_warn(text)
+
+
+def importance_weights(policy: Any, fields: dict[str, Tensor], sampled: Tensor) -> dict[str, Tensor]:
+    """Returns the sampler's log-probabilities and a factor on each token's policy loss, [B, L]; records both."""
+    hp, mode = policy.hparams, policy.correction
+    bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
+    weight = F.importance_weights(fields["log_prob"], sampled, fields["mask"], mode, *bounds)
+    added = {"sampling_log_prob": sampled, "importance_weight": weight}
+    policy.record(**sampling_metrics({**fields, **added}, mode, policy.gathered))
+    return added
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.common.errors import UsageError
-from rl_modules.language.completion_metrics import quantile
+from rl_modules.language.entropy import quantile, uncertain_tokens
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
@@ -233,7 +233,7 @@ def test_policy_gradient_is_of_the_tokens_with_the_highest_entropy():
     with torch.no_grad():
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
         _, entropy = completion_log_probs(module.model, *text, entropy=True)
-    chosen = torch.where(module.uncertain_tokens(entropy, batch["mask"]), batch["advantage"].unsqueeze(1), 0.0)
+    chosen = torch.where(uncertain_tokens(module, entropy, batch["mask"]), batch["advantage"].unsqueeze(1), 0.0)
     ordered = entropy[batch["mask"]].sort(descending=True).values
     expected = batch["mask"] & (entropy >= ordered[4])  # 5 of 20 tokens
     assert torch.equal(chosen != 0, expected & (batch["advantage"] != 0).unsqueeze(1))
