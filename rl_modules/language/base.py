@@ -19,7 +19,7 @@ from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
-    check_router_loss,
+    has_router,
     make_config,
     max_length,
     plain_config,
@@ -405,7 +405,11 @@ class LanguageModule(LanguageMetrics):
         require_left_to_right(self.model)
         if not self.dropout:
             warn_of_noise(self.model)
-        check_router_loss(self.model, self.hparams["model_config"] or {}, type(self).__name__, self.balances_experts)
+        if has_router(self.model):
+            from rl_modules.language.experts import check_router_loss
+
+            name, given = type(self).__name__, self.hparams["model_config"] or {}
+            check_router_loss(self.model, given, name, self.balances_experts)
 
     # ---------------------------------------------------------------- checkpoints
 

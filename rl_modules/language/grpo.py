@@ -1,6 +1,5 @@
 """Group relative policy optimization, and the family around it."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,12 +9,11 @@ from rl_modules import functional as F
 from rl_modules.core.settings import setting
 from rl_modules.language import advantages as functions
 from rl_modules.language import grpo_options as options
-from rl_modules.language.architecture import completions_router_loss, router_logits, wants_router_loss
+from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import clip_metrics, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.sampling.correction import MODES, correction_of, importance_weights
-from rl_modules.language.sampling.support import Filter
+from rl_modules.language.sampling.correction import MODES, correction_of, differs, importance_weights
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
 
 
@@ -170,9 +168,8 @@ class GRPO(PolicyWithReference):
         fields["advantage"] = functions.require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
             fields["advantage"] = functions.turn_advantages(self, rollout)
-        passes = rollout.get("passes", {})
-        if not passes and (self.rescores or self.beta):
-            passes = self.in_parts(rollout, self.evaluate_completions, filtered)
+        needs = "passes" not in rollout and (self.rescores or self.beta)
+        passes = self.in_parts(rollout, self.evaluate_completions, filtered) if needs else rollout.get("passes", {})
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
             fields |= importance_weights(self, fields, rollout["log_prob"])
@@ -207,7 +204,7 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- log-probabilities
 
     def evaluate_completions(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Any = None
     ) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
@@ -229,16 +226,8 @@ class GRPO(PolicyWithReference):
         shared = shared_log_probs(self.model, *text, group, self.temperature, entropy, filtered)
         return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch), filtered)
 
-    #: The mode of the importance weights, or ``none``.
-    correction = property(correction_of)
-
-    @property
-    def rescores(self) -> bool:
-        """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or rounding."""
-        if self.correction != "none" or self.hparams["sampler"] != "native" or self.lacks_support:
-            return True
-        exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
-        return self.compares_with_sampler and not exact
+    #: The mode of the importance weights, or ``none``; whether log-probabilities are computed again after sampling.
+    correction, rescores = property(correction_of), property(differs)
 
     @property
     def compares_with_sampler(self) -> bool:
@@ -248,8 +237,17 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- one minibatch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        with router_logits(self.model) if wants_router_loss(self.model) else nullcontext() as routers:
-            log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
+        if not wants_router_loss(self.model):
+            return self.minibatch_loss(batch)
+        from rl_modules.language.experts import completions_router_loss, router_logits
+
+        with router_logits(self.model) as routers:
+            loss = self.minibatch_loss(batch)
+        return loss + completions_router_loss(self, routers[-1], batch)
+
+    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+        """Returns the loss of one micro-batch under the current policy, a scalar."""
+        log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
@@ -261,7 +259,7 @@ class GRPO(PolicyWithReference):
         loss = self.policy_loss(log_prob, batch)
         loss = loss if entropy is None else loss - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
-        return loss if routers is None else loss + completions_router_loss(self, routers[-1], batch)
+        return loss
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the step's loss, times their number, by which Lightning divides.

@@ -1,14 +1,18 @@
 """Log-probabilities of tokens from the logits of the places that predict them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
-from rl_modules.language.sampling.support import Process
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.support import Process
 
 #: Elements of all logits from which on they are tiled; on a CPU 128 MB of float32.
 TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}

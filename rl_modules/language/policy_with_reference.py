@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from rl_modules.language.completion_metrics import moments
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.sampling.correction import truncations_of, warn_of_lacking_support
-from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, sequence_scores, tokens_written
 from rl_modules.language.tokenizer import tokenizer_to_dict
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.support import Filter
 
 Rollout = dict[str, Any]
 
@@ -234,7 +236,7 @@ class PolicyWithReference(LanguagePolicy):
             scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
         return scores - self.reward_offset
 
-    def filter_of(self, fields: dict[str, Any]) -> Filter | None:
+    def filter_of(self, fields: dict[str, Any]) -> "Filter | None":
         """Returns how sampling changed the distribution of completions, for log-probabilities of the same."""
         if "kept" not in fields:
             if truncations_of(self) and not self.lacks_support:
@@ -242,10 +244,12 @@ class PolicyWithReference(LanguagePolicy):
                 warn_of_lacking_support(self)
             if self.repetition_penalty == 1:
                 return None
+        from rl_modules.language.sampling.support import Filter
+
         return Filter(self.repetition_penalty, fields.get("kept"), fields.get("kept_count"))
 
     def reference_log_probs_of(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: "Filter | None" = None
     ) -> Tensor:
         """Returns log π_ref of the completions' tokens, [b, L]."""
         with self.reference_model() as reference:
@@ -254,7 +258,7 @@ class PolicyWithReference(LanguagePolicy):
             return completion_log_probs(reference, *text, self.temperature, filtered=filtered)[0]
 
     def in_parts(
-        self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: Filter | None = None
+        self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: "Filter | None" = None
     ) -> dict[str, Tensor]:
         """Runs ``compute`` over a generation, in parts of rows of similar length; it makes tensors [b] or [b, L]."""
         lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])

@@ -7,7 +7,9 @@ Sequences are right-padded. With causal attention no token attends to tokens on 
 mask, and positions count from 0 by default.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.language.architecture import transformers_model
 from rl_modules.language.logits import is_large, log_probs_at
-from rl_modules.language.sampling.support import Filter
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.support import Filter
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
 #: of a batch, no synchronisation with the device is needed.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_modules.core.settings import changed, fixed
-from rl_modules.language.architecture import router_logits, router_loss, text_config, wants_router_loss
+from rl_modules.language.architecture import text_config, wants_router_loss
+from rl_modules.language.experts import router_logits, router_loss
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.logits import TokenStatistics, log_probs_at
 from rl_modules.language.policy import LanguagePolicy

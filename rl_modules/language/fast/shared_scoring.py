@@ -4,7 +4,9 @@ A group of G completions repeats its prompt G times. Here the prompts go through
 read their keys and values, as in decoding, but with gradient.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,10 @@ from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_wi
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.support import Filter, Process
 from rl_modules.language.scoring import completion_log_probs, placed
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.support import Filter, Process
 
 #: Share of repeated prompt tokens in a batch above which two passes without repetitions are faster than one with them.
 WORTHWHILE = 0.2

@@ -17,7 +17,7 @@ from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.decode import Decoding, generate
+from rl_modules.language.sampling.decode import Decoding
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.rows import Prompts, Record
 
@@ -155,6 +155,7 @@ def decodes(model: Any, make_cache: MakeCache, instead: str = "", at_once: int |
 
 def generates(model: Any) -> bool:
     """Whether the model's own ``generate`` agrees with one forward pass per text when prompts differ in length."""
+    from rl_modules.language.sampling.own_generate import generate
 
     def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
         generate(model, prompts, rule, draws, record, synced_gpus=False)

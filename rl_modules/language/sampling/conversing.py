@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.modules import on
-from rl_modules.language.architecture import transformers_model
+from rl_modules.common.modules import evaluation_mode, on
+from rl_modules.language.architecture import max_length, text_config, transformers_model
+from rl_modules.language.fast.grouped_attention import without_plans
+from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import Parked, RowCache
+from rl_modules.language.sampling import native
+from rl_modules.language.sampling.check import cache_for, may_refill
 from rl_modules.language.sampling.decode import _ROOM, Decoding, _Live
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.protocol import Completions
+from rl_modules.language.sampling.protocol import Completions, SamplingSettings
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 from rl_modules.language.sampling.turns import Further, Partner
 
@@ -145,3 +149,34 @@ class Conversing(Decoding):
             self.cache.put_back([parked for _, parked, _ in going], min(_ROOM, len(self.draws)))
             for _, _, live in going:
                 self.live.join(live)
+
+
+def converse_natively(
+    sampler: native.NativeSampler, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings,
+    partner: Partner,
+) -> Completions | None:  # fmt: skip
+    """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
+    model, whole = sampler.model, settings.max_completion_length
+    config = text_config(model.config)
+    native.check_request(
+        prompts, 1, whole, list(settings.eos_token_id), seeds, positions := max_length(config), config.vocab_size
+    )
+    device = next(model.parameters()).device
+    if is_sharded(model) or device.type == "mps":
+        return None
+    at_once = native.rows_in_flight(model, prompts, 1, whole, sampler.max_rows_in_flight, False)
+    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), native.plain_layers(model):
+        longest = min(max(map(len, prompts)) + whole, positions)
+        cache = cache_for("dynamic", model, longest, False, at_once, sampler.graph_memory)
+        if cache is None or not may_refill(model, cache, False):
+            return None
+        batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
+        limit = (positions - batch.length[batch.source]).clamp(max=whole)
+        ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
+        rule = NextToken(settings.temperature, settings.top_k, settings.top_p, settings.min_p,
+                         settings.repetition_penalty)  # fmt: skip
+        keeps = settings.return_sampling_mask and rule.truncates
+        record = Record(limit, ends, settings.pad_token_id, None, keeps)
+        conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
+        conversing.run(None if at_once >= len(prompts) else at_once)
+        return conversing.completions(native._completions(record, model))

@@ -43,6 +43,15 @@ def warn_of_lacking_support(policy: Any) -> None:
     rank_zero_warn(text)
 
 
+def differs(policy: Any) -> bool:
+    """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or rounding."""
+    hp = policy.hparams
+    if policy.correction != "none" or hp["sampler"] != "native" or policy.lacks_support:
+        return True
+    exact = policy.trainer.precision in ("32-true", "64-true") and hp["torch_dtype"] == "float32"
+    return policy.compares_with_sampler and not exact
+
+
 def importance_weights(policy: Any, fields: dict[str, Tensor], sampled: Tensor) -> dict[str, Tensor]:
     """Returns the sampler's log-probabilities and a factor on each token's policy loss, [B, L]; records both."""
     hp, mode = policy.hparams, policy.correction

@@ -16,7 +16,7 @@ from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.decode import Decoding, generate
+from rl_modules.language.sampling.decode import Decoding
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
@@ -119,6 +119,8 @@ def sample(
         record = Record(limit, ends, pad_token_id, on_ended, return_sampling_mask and rule.truncates, first)
         cache = cache_of(min(at_once or last - first, last - first))
         if cache is None:
+            from rl_modules.language.sampling.own_generate import generate
+
             generate(model, batch, rule, draws, record, synced_gpus)
         else:
             Decoding(model, cache, batch, rule, draws, record, synced_gpus).run(at_once)
@@ -172,32 +174,9 @@ class NativeSampler(Sampler):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
     ) -> Completions | None:
         """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
-        from rl_modules.language.sampling.conversing import Conversing
+        from rl_modules.language.sampling.conversing import converse_natively
 
-        model, whole = self.model, settings.max_completion_length
-        config = text_config(model.config)
-        check_request(
-            prompts, 1, whole, list(settings.eos_token_id), seeds, positions := max_length(config), config.vocab_size
-        )
-        device = next(model.parameters()).device
-        if is_sharded(model) or device.type == "mps":
-            return None
-        at_once = rows_in_flight(model, prompts, 1, whole, self.max_rows_in_flight, False)
-        with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
-            longest = min(max(map(len, prompts)) + whole, positions)
-            cache = cache_for("dynamic", model, longest, False, at_once, self.graph_memory)
-            if cache is None or not may_refill(model, cache, False):
-                return None
-            batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
-            limit = (positions - batch.length[batch.source]).clamp(max=whole)
-            ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
-            rule = NextToken(settings.temperature, settings.top_k, settings.top_p, settings.min_p,
-                             settings.repetition_penalty)  # fmt: skip
-            keeps = settings.return_sampling_mask and rule.truncates
-            record = Record(limit, ends, settings.pad_token_id, None, keeps)
-            conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
-            conversing.run(None if at_once >= len(prompts) else at_once)
-            return conversing.completions(_completions(record, model))
+        return converse_natively(self, prompts, seeds, settings, partner)
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rl_modules.common.modules import on
 from rl_modules.language.sampling.protocol import RowListener
-from rl_modules.language.sampling.support import packed
 
 #: Share of the rows in flight that must be free before waiting rows take their places. Their prompts need a separate
 #: forward pass, which should serve several rows.
@@ -105,6 +104,8 @@ class Record:
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """The tokens that each was drawn from, see :func:`~rl_modules.language.sampling.support.packed`."""
+        from rl_modules.language.sampling.support import packed
+
         row, step, count, ids = (torch.cat(column) for column in zip(*self._kept, strict=True))
         return packed(row, step, count, ids, (len(self.tokens), self.tokens.shape[1]))
 

@@ -21,7 +21,7 @@ from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast import graphs, grouped_attention
 from rl_modules.language.lora import add_lora
-from rl_modules.language.sampling import NativeSampler, check, sample
+from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
 from rl_modules.language.sampling.factory import check_sampler, make_sampler
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_graph import use_tapes
@@ -99,8 +99,8 @@ def fake(monkeypatch):
 @pytest.fixture
 def no_fallback(monkeypatch):
     """Fails where a model is decoded by anything but a graph."""
-    for name in ("SharedPromptCache", "generate"):
-        monkeypatch.setattr(check, name, None)
+    monkeypatch.setattr(check, "SharedPromptCache", None)
+    monkeypatch.setattr(own_generate, "generate", None)
 
 
 def by_graphs(model, prompts, **options):

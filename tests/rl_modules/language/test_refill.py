@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_modules.language.fast import shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import check, decode, native
+from rl_modules.language.sampling import check, decode, native, own_generate
 from rl_modules.language.sampling.rows import Prompts, Waiting
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.marks import quick
@@ -49,7 +49,7 @@ def in_chunks(monkeypatch):
 @pytest.mark.parametrize("family", quick(cases.FAMILIES, "qwen2", "gpt2"))
 @pytest.mark.parametrize("cap", [1, 3, 6, 13])
 def test_completions_are_those_of_all_rows_together(family, attention, cap, monkeypatch):
-    monkeypatch.setattr(native, "generate", None)  # would fail if called
+    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
     monkeypatch.setattr(native, "joined", None)
     model = checked(build(family, attention))
     expected = draw(model, PROMPTS, **OPTIONS)

@@ -21,7 +21,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language.fast import shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import Completions, check, decode, native, sample
+from rl_modules.language.sampling import Completions, check, decode, native, own_generate, sample
 
 WORDS, PAD, EOS, POSITIONS = 40, 0, 1, 64
 COMMON = {
@@ -114,7 +114,7 @@ def test_log_probs_equal_a_teacher_forced_forward(family, prompts):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_functions_that_cannot_share_prompts(family, monkeypatch):
-    monkeypatch.setattr(native, "generate", None)  # would fail if called
+    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
     model = build(family, attention="eager")
     completions = draw(model, OF_ALL_LENGTHS)
     assert_log_probs_are_the_models(model, OF_ALL_LENGTHS, completions)
@@ -175,7 +175,7 @@ def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
 
 
 def test_a_window_longer_than_the_text_needs_no_generate(monkeypatch):
-    monkeypatch.setattr(native, "generate", None)  # would fail if called
+    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
     config = Gemma3TextConfig(**COMMON, head_dim=8, **{**HALF_SLIDING, "sliding_window": 20})
     assert RowCache.for_model(config, 20) is not None
     assert RowCache.for_model(config, 21) is None
