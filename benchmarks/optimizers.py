@@ -2,7 +2,7 @@
 
     python -m benchmarks.optimizers --rounds 7
 
-Every round trains once with torch's Adam, clipping and zeroing, once with each replacement alone, once with all; ratios
+Every round trains once with torch's Adam, clipping, once with each replacement alone, once with all; ratios
 are taken within a round and their median is reported. Run it while nothing else runs.
 """
 
@@ -20,8 +20,7 @@ from benchmarks import control
 from rl_modules.base import ControlModule
 
 OURS: dict[str, Callable[..., Any]] = {
-    name: getattr(ControlModule, name)
-    for name in ("adam", "configure_gradient_clipping", "optimizer_zero_grad", "__setattr__")
+    name: getattr(ControlModule, name) for name in ("adam", "configure_gradient_clipping", "__setattr__")
 }
 
 
@@ -31,17 +30,12 @@ def torch_adam(self: Any, parameters: Any, lr: float, eps: float) -> torch.optim
 
 def torch_clipping(self: Any, optimizer: Any, *_: Any, **__: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-
-
-def torch_zero_grad(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
-    optimizer.zero_grad()
+    self.run.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
 
 
 TORCH: dict[str, Callable[..., Any]] = {
     "adam": torch_adam,
     "configure_gradient_clipping": torch_clipping,
-    "optimizer_zero_grad": torch_zero_grad,
     "__setattr__": torch.nn.Module.__setattr__,
 }
 VARIANTS = {"torch": (), **{name: (name,) for name in TORCH}, "all": tuple(TORCH)}

@@ -274,8 +274,12 @@ def _make_normalizers(data: Any) -> Any:
 
 
 def rollout_act(learner: Any) -> Act:
-    """Returns what collects experience, the algorithm's ``rollout_act()`` or ``act``, in its precision."""
-    act: Any = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
+    """Returns what collects one rollout: the algorithm's ``act``, with ``use_sde`` with its noise, in its precision."""
+    act: Any = learner.act
+    if learner.hparams.get("use_sde"):
+        from rl_modules.state_dependent_noise import exploring_act
+
+        act = exploring_act(learner)
     if not is_double(learner):
         return act
     return lambda observation, *args, **arguments: act(in_double(observation), *args, **arguments)

@@ -47,8 +47,8 @@ def reached(trainer: Trainer, model: Any, data: Any) -> tuple[int, dict[str, flo
     """Returns the step at which the curves end, and the metrics of a control datamodule."""
     if launches(trainer):
         # The counters of this process did not change; only those of the ranks did, which ended with `fit`.
-        measured = model.reached["metrics"]
-        return int(measured.get("time/total_timesteps", model.reached["global_step"])), measured
+        measured = model.run.reached["metrics"]
+        return int(measured.get("time/total_timesteps", model.run.reached["global_step"])), measured
     return (data.num_timesteps, data.metrics()) if isinstance(data, ControlDataModule) else (trainer.global_step, {})
 
 
@@ -254,7 +254,7 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
         shown = [f"{name} {latest[name]:.4g}" for name in METRICS if name in latest][:3]
         shown.append("of the last steps (no held-out records to evaluate on)" if shown else "no held-out records")
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown)}
-    began_step, began_tokens = model.began_at
+    began_step, began_tokens = model.run.began_at
     rows["optimizer steps"] = done(steps - began_step, steps, f" in {seconds:.1f} s")
     if tokens := model.num_tokens - began_tokens:
         pace = f", {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"

@@ -67,8 +67,8 @@ class A2C(ActorCriticModule):
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
         # Diagnosing every one of these small updates would cost 5 % of the run; SB3 logs one in a hundred too.
-        if self.logs_this_epoch and self.trainer.is_last_batch:
-            explain = F.explained_variance if self._is_alone else ranks.explained_variance
+        if self.run.logs_this_epoch and self.trainer.is_last_batch:
+            explain = F.explained_variance if self.run.n_ranks == 1 else ranks.explained_variance
             self.record(
                 policy_gradient_loss=policy_loss,
                 value_loss=value_loss,

@@ -11,7 +11,6 @@ from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
-from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks.actor_critic import ActorCritic
 from rl_modules.networks.layers import check_widths
@@ -51,8 +50,6 @@ class ActorCriticModule(ControlModule):
     use_sde: bool = use_sde()
     sde_sample_freq: int = sde_sample_freq()
 
-    _whitened: tuple[Tensor, Tensor] | None = transient()
-
     def build_network(self) -> None:
         self.network = self.make_network()
 
@@ -77,8 +74,8 @@ class ActorCriticModule(ControlModule):
         policy, value = self.network(observation)
         if isinstance(policy, torch.distributions.Distribution):
             policy = as_distribution(policy)
-        if self.noise_matrices is not None and hasattr(policy, "matrices"):
-            policy.matrices = self.noise_matrices
+        if self.run.noise_matrices is not None and hasattr(policy, "matrices"):
+            policy.matrices = self.run.noise_matrices
         return (policy if mask is None else policy.masked(mask)), value
 
     # ---------------------------------------------------------------- pieces to override
@@ -103,24 +100,26 @@ class ActorCriticModule(ControlModule):
 
     def whiten(self, x: Tensor) -> Tensor:
         """``(x - mean) / (std + 1e-8)`` over all ranks, which call it together, [B]; kept for the same tensor."""
-        if self._is_alone and len(x) < 2:
+        if self.run.n_ranks == 1 and len(x) < 2:
             return x
-        if self._whitened is None or self._whitened[0] is not x:
-            if self._is_alone:
+        known, whitened = self.run.whitened or (None, x)
+        if known is not x:
+            if self.run.n_ranks == 1:
                 std, mean = torch.std_mean(x)
             else:
                 from rl_modules import ranks  # only several ranks need it
 
                 std, mean = ranks.std_mean(x)
-            self._whitened = x, (x - mean) / (std + 1e-8)
-        return self._whitened[1]
+            whitened = (x - mean) / (std + 1e-8)
+            self.run.whitened = x, whitened
+        return whitened
 
     def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
         """Records how much of the returns' variance the critic explained before the update; arguments [T, N]."""
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             if self.run.has_resets:
                 value, returns = value[valid], returns[valid]
             explain = F.explained_variance
-            if not self._is_alone:
+            if self.run.n_ranks > 1:
                 from rl_modules.ranks import explained_variance as explain  # only several ranks need it
             self.record_now(explained_variance=explain(value, returns))

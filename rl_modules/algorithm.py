@@ -1,9 +1,9 @@
 """The one base of all algorithms, in control and in language: arguments, hooks, checkpoints, ranks and curves."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame, is_cut_off
 from rl_modules.core.settings import Declared
 from rl_modules.core.state import (
     GlobalGenerators,
+    Stateful,
     declared,
     forget_state,
     load_state,
@@ -26,43 +27,59 @@ from rl_modules.core.state import (
 CHECKPOINT = "checkpoint_of_rank"
 
 
-@dataclass
-class Run:
-    """What a run knows beside the state that its class declares."""
+class Run(Stateful):
+    """What a run needs beside the state that its algorithm declares; a new one begins with each fit."""
+
+    # Values that hold once per epoch, and objects of torchmetrics.
+    latest: dict[str, Tensor | float] = persistent({})
+    objects: dict[str, Any] = transient({})
+    #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
+    logs_this_epoch: bool = transient(True)
+    #: Metrics and place of the point of the curves that this epoch's end writes; None: none is due.
+    point: tuple[dict[str, float], int] | None = transient()
+    #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
+    grad_norm: Tensor | None = persistent()
+
+    #: Processes that train together.
+    n_ranks: int = transient(1)
+    #: Whether some rows of rollouts are resets and no transitions, so that ranks have different numbers of these.
+    has_resets: bool = transient(True)
+    #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
+    scheduled_at: int = transient(-1)
+    rate_applied: float | str | None = transient()
+    #: Transitions when ``end_rollout`` was last called.
+    ended_at: int = persistent(0)
+    #: Matrices of state-dependent noise for the rollout that is being collected.
+    noise_matrices: Any = transient()
+    #: The last advantages of a minibatch, and what whitening made of them.
+    whitened: tuple[Tensor, Tensor] | None = transient()
+    #: Source of the samples of ``predict``.
+    predict_generator: torch.Generator | None = transient()
 
     #: Gradients of the unfinished step in the loaded checkpoint, until training resumes.
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    generators: GlobalGenerators = field(default_factory=GlobalGenerators)
+    gradients: dict[str, Tensor] = transient({})
+    generators: GlobalGenerators = transient(lambda run: GlobalGenerators())
     #: Whether a checkpoint was loaded, and whether this fit's training has begun.
-    resumes: bool = False
-    has_begun: bool = False
+    resumes: bool = transient(False)
+    has_begun: bool = transient(False)
     #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
-    optimizers_saved: list[str] | None = None
+    optimizers_saved: list[str] | None = transient()
     #: Factories of the loaded checkpoint that this module was not given.
-    missing_factories: dict[str, str] = field(default_factory=dict)
-    #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
-    scheduled_at: int = -1
-    rate_applied: float | str | None = None
-    #: Whether some rows of rollouts are resets and no transitions, so that ranks have different numbers of these.
-    has_resets: bool = True
-    #: Metrics and place of the point of the curves that this epoch's end writes; None: none is due.
-    point: tuple[dict[str, float], int] | None = None
+    missing_factories: dict[str, str] = transient({})
+    #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
+    began_at: tuple[int, int] = transient((0, 0))
+    #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
+    reached: dict[str, Any] | None = transient()
 
 
 class Algorithm(Declared, L.LightningModule):
     """Base of all algorithms; a subclass defines ``training_step``. :mod:`rl_modules.core.hooks` calls ``_on_…``."""
 
     run: Run = transient(lambda m: Run())
-    #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
-    reached: dict[str, Any] | None = None
-    #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
-    began_at: tuple[int, int] = (0, 0)
     #: The training metric that shows first whether the algorithm learns.
     learning_curve = "rollout/ep_rew_mean"
     #: Whether each rank's gradients of an unfinished step are stored, instead of their mean.
     stores_own_gradients = True
-    #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
-    grad_norm: Tensor | None = persistent()
     # What was recorded since the last point of the curves.
     _means: Means = persistent(lambda m: Means())
 
@@ -91,9 +108,9 @@ class Algorithm(Declared, L.LightningModule):
 
     def begin_run(self) -> None:
         """Resets the state of a run, at the start of each ``fit``, before a checkpoint is loaded; weights stay."""
-        run = self.run
+        missing = self.run.missing_factories
         forget_state(self)
-        self.run.missing_factories = run.missing_factories
+        self.run.missing_factories = missing
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         """Returns the gradients of an unfinished optimizer step by parameter, on the CPU; empty between steps."""
@@ -116,7 +133,8 @@ class Algorithm(Declared, L.LightningModule):
         checkpoint["algorithm"] = type(self).__name__
         if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
-        own: dict[str, Any] = {"run": state_of(self, complete=self.is_fitting),
+        is_whole = self.is_fitting
+        own: dict[str, Any] = {"run": state_of(self, is_whole) | state_of(self.run, is_whole),
                                "generators": self.run.generators.state(self.device)}  # fmt: skip
         checkpoint["gradients"] = self.gradients_so_far()
         if self.stores_own_gradients:
@@ -130,7 +148,8 @@ class Algorithm(Declared, L.LightningModule):
 
         widen(self, checkpoint.get("state_dict", {}))
         own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
-        load_state(self, own.get("run", {}), settings=settings_of(checkpoint))
+        for state in (self, self.run):
+            load_state(state, own.get("run", {}), settings=settings_of(checkpoint))
         self.run.generators.load(own.get("generators"))
         self.run.gradients = (own if self.stores_own_gradients else checkpoint).get("gradients", {})
         if self.is_fitting:

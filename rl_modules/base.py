@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,14 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.algorithm import CHECKPOINT, Algorithm
-from rl_modules.common.arguments import Custom, chosen_by_checkpoint, require_callable, settings_of, to_plain
+from rl_modules.common.arguments import (
+    OWN_NETWORKS,
+    Custom,
+    chosen_by_checkpoint,
+    require_callable,
+    settings_of,
+    to_plain,
+)
 from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
@@ -21,7 +28,6 @@ from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learn
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
-from rl_modules.core.state import persistent, transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, class_names, clip_grad_norm
 from rl_modules.run import (
@@ -106,12 +112,8 @@ class ControlModule(Algorithm):
     )  # fmt: skip
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
-    #: Matrices of state-dependent noise for the rollout that is being collected.
-    noise_matrices: Any = None
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
-    #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
-    own_networks: ClassVar[tuple[str, ...]] = ("network", "features_extractor")
 
     learning_rate: float | str | None = setting(
         None, "step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over ``total_timesteps``, "
@@ -153,17 +155,9 @@ class ControlModule(Algorithm):
     observation_statistics: Statistics = None
     #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
     normalizer_state: dict[str, Any] | None = None
-    #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
-    logs_this_epoch = True
-    # Values that hold once per epoch, and objects of torchmetrics.
-    _latest: dict[str, Tensor | float] = persistent({})
-    _objects: dict[str, Any] = transient({})
-    _predict_generator: torch.Generator | None = transient()
-    # Transitions so far when `end_rollout` was last called.
-    _ended_at: int = persistent(0)
 
     def __post_init__(self) -> None:
-        for name in chosen_by_checkpoint(self).intersection(self.own_networks):
+        for name in chosen_by_checkpoint(self).intersection(OWN_NETWORKS):
             from rl_modules.networks.custom import require_class
 
             require_class(name, self.hparams.get(name))
@@ -296,14 +290,6 @@ class ControlModule(Algorithm):
         """
         raise UsageError(f"{type(self).__name__} must define act")
 
-    def rollout_act(self) -> Callable[..., Any]:
-        """Returns the function that collects one rollout: ``act``, with ``use_sde`` with that rollout's noise."""
-        if not self.hparams.get("use_sde"):
-            return self.act
-        from rl_modules.state_dependent_noise import exploring_act
-
-        return exploring_act(self)
-
     def prepare(self, rollout: Any) -> Minibatch:
         """Computes the inputs of the loss from new experience; called once per rollout, or per sample of the buffer.
 
@@ -327,8 +313,8 @@ class ControlModule(Algorithm):
         source: Any = self.source
         if type(self).end_rollout is ControlModule.end_rollout or not source.rollout_is_used_up:
             return
-        if self._ended_at != source.num_timesteps:
-            self._ended_at = source.num_timesteps
+        if self.run.ended_at != source.num_timesteps:
+            self.run.ended_at = source.num_timesteps
             self.end_rollout(source.rollout)
 
     def forward(self, observation: Any) -> Tensor:
@@ -366,11 +352,13 @@ class ControlModule(Algorithm):
         if not self.is_built:
             self.configure_model()
         tensors, n, single = policy_input(self, observation, action_masks)
-        if not deterministic and (self._predict_generator is None or self._predict_generator.device != self.device):
-            self._predict_generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
+        generator = self.run.predict_generator
+        if not deterministic and (generator is None or generator.device != self.device):
+            generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
+            self.run.predict_generator = generator
         with evaluation_mode(self.modules()):
             memory = self.memory_arguments(n, state, episode_start)
-            acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic, **memory)
+            acted = self.act(tensors, generator=generator, deterministic=deterministic, **memory)
         if "next_state" in acted:
             state = acted["next_state"].cpu().numpy()
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
@@ -383,11 +371,11 @@ class ControlModule(Algorithm):
         Args:
             seed: seed of the stream; outside of the context, ``predict`` continues its own stream.
         """
-        kept, self._predict_generator = self._predict_generator, torch.Generator(self.device).manual_seed(seed)
+        kept, self.run.predict_generator = self.run.predict_generator, torch.Generator(self.device).manual_seed(seed)
         try:
             yield
         finally:
-            self._predict_generator = kept
+            self.run.predict_generator = kept
 
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
         """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
@@ -398,12 +386,12 @@ class ControlModule(Algorithm):
     def record(self, **metrics: Tensor | float) -> None:
         """Adds scalars of one minibatch to the epoch's means, ``train/<name>``; does nothing in evaluations."""
         evaluates = self._trainer is not None and self._trainer.evaluating
-        if self.logs_this_epoch and not evaluates:
+        if self.run.logs_this_epoch and not evaluates:
             self._means.add({f"train/{name}": value for name, value in metrics.items()})
 
     def record_now(self, **metrics: Tensor | float) -> None:
         """Sets numbers that hold once per epoch, such as a coefficient; the last value is logged."""
-        self._latest.update({name if "/" in name else f"train/{name}": value for name, value in metrics.items()})
+        self.run.latest.update({name if "/" in name else f"train/{name}": value for name, value in metrics.items()})
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:  # type: ignore[override]
         """Lightning's ``log``. In training the epoch's mean is drawn over ``total_timesteps``, like every curve; by
@@ -448,7 +436,7 @@ class ControlModule(Algorithm):
 
     def recording_key(self) -> tuple[Any, ...]:
         """Returns what Python branches of the update depend on besides settings: each value has its own recording."""
-        return (self.logs_this_epoch,)
+        return (self.run.logs_this_epoch,)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         if not (self.is_fitting and self.automatic_optimization):
@@ -517,21 +505,13 @@ class ControlModule(Algorithm):
                     group["lr"] = schedule_value(schedule, progress_remaining)
         self.run.rate_applied = self.learning_rate
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._trainer is None or self._trainer.world_size == 1
-
-    def rank_weight(self, n: int) -> float:
-        """Returns the weight of this rank's mean over ``n`` transitions; not 1 where some rows are resets."""
-        if self._is_alone or not self.run.has_resets:
-            return 1.0
+    def loss_over_ranks(self, loss: Any, n: int) -> Any:
+        """Returns a mean over this rank's ``n`` transitions so that its mean over ranks is that over all of theirs."""
+        if self.run.n_ranks == 1 or not self.run.has_resets:
+            return loss
         from rl_modules import ranks  # only several ranks need it
 
-        return ranks.rank_weight(n, self.device)
-
-    def loss_over_ranks(self, loss: Tensor, n: int) -> Tensor:
-        """Returns a minibatch's loss so that its mean over ranks is that over all their transitions, n on this one."""
-        return loss if self._is_alone else loss * self.rank_weight(n)
+        return loss * ranks.rank_weight(n, self.device)
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean of a tensor over ranks, which call this together."""
@@ -562,12 +542,6 @@ class ControlModule(Algorithm):
 
         step_schedulers_of_epochs(self)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
     def trainable_parameters(self) -> Iterable:
         """Returns the parameters to optimize: the network's and a subclass's, not a target network's."""
         network, target = list(self.network.parameters()), getattr(self, "target_network", None)
@@ -583,7 +557,7 @@ class ControlModule(Algorithm):
         """Clips to the Trainer's ``gradient_clip_val``, or else to the algorithm's ``max_grad_norm``."""
         if gradient_clip_val is None and self.max_grad_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
+            self.run.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 

@@ -58,7 +58,7 @@ class C51(DQN):
         loss = self.td_loss(log_prob, target, batch.get("weight"))
         if "index" in batch:
             self.td_error = torch.nn.functional.kl_div(log_prob.detach(), target, reduction="none").sum(1).clamp_min(0)
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             self.record(loss=loss, q_mean=(log_prob.detach().exp() * self.support).sum(1).mean())
         return loss
 

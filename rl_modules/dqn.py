@@ -144,7 +144,7 @@ class DQN(ControlModule):
         loss = self.td_loss(q, target, batch.get("weight"))
         if "index" in batch:
             self.td_error = (q.detach() - target).abs()
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             self.record(loss=loss, q_mean=q.mean())
         return loss
 

@@ -198,8 +198,8 @@ class OffPolicyActorCritic(ControlModule):
 
     def _noise(self, *shape: int) -> Tensor:
         # Every rank draws the noise of all and takes its own: one generator's state is enough to resume.
-        world_size, rank = (1, 0) if self._is_alone else (self.trainer.world_size, self.global_rank)
-        return torch.randn((world_size, *shape), generator=self.generator)[rank]
+        n_ranks = 1 if self._trainer is None else self._trainer.world_size
+        return torch.randn((n_ranks, *shape), generator=self.generator)[self.global_rank]
 
     # ---------------------------------------------------------------- updates
 
@@ -236,7 +236,7 @@ class OffPolicyActorCritic(ControlModule):
         if not parameters:
             return
         # After `manual_backward`, DDP would wait for the gradients of the parameters that are left out.
-        if not self._is_alone:
+        if self.run.n_ranks > 1:
             gradients = averaged(parameters, list(gradients), self.mean_over_ranks)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -248,7 +248,7 @@ class OffPolicyActorCritic(ControlModule):
         for optimizer in self.trainer.optimizers:
             self._hooks.before_optimizer_step(optimizer)
             if self.max_grad_norm is not None:
-                self.grad_norm = clip_grad_norm([p for p in parameters if p.grad is not None], self.max_grad_norm)
+                self.run.grad_norm = clip_grad_norm([p for p in parameters if p.grad is not None], self.max_grad_norm)
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None

@@ -113,7 +113,7 @@ class PPO(ActorCriticModule):
         loss = torch.add(policy_loss, value_loss, alpha=self.vf_coef)
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             ratio = log_prob.detach(), batch["log_prob"]
             clipped = {} if self.penalizes else {"clip_fraction": F.clip_fraction(*ratio, self.clip_range)}
             self.record(policy_gradient_loss=policy_loss, value_loss=value_loss, entropy_loss=-policy.entropy().mean(),
@@ -151,7 +151,7 @@ class PPO(ActorCriticModule):
         with self.trainer.precision_plugin.forward_context():
             policy, _ = self.policy_and_value(rollout["observation"])
         kl = self.kl_from_old(policy, rollout)
-        mean = float(self.mean_over_ranks(kl.mean() * self.rank_weight(len(kl))))  # every rank comes to the same β
+        mean = float(self.mean_over_ranks(self.loss_over_ranks(kl.mean(), len(kl))))  # every rank comes to the same β
         self.record_now(kl_coef=self.beta, kl=mean)
         self.beta = F.adapt_kl_coefficient(self.beta, mean, self.target_kl)
 

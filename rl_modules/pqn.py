@@ -102,7 +102,7 @@ class PQN(ControlModule):
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         q = self.q_values(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         loss = self.td_loss(q, batch["returns"])
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             self.record(loss=loss, q_mean=q.mean())
         return self.loss_over_ranks(loss, len(q))
 

@@ -43,7 +43,7 @@ class QRDQN(DQN):
         loss = self.td_loss(quantiles, target, batch.get("weight"))
         if "index" in batch:
             self.td_error = (quantiles.detach().mean(1) - target.mean(1)).abs()
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             self.record(loss=loss, q_mean=quantiles.mean())
         return loss
 

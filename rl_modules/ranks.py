@@ -10,6 +10,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed
 
+from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.errors import UsageError
 
 #: The default group and the gloo group made for it; torch drops the second when it destroys the first.
@@ -123,17 +124,16 @@ def returned(module: Any, weights: dict[str, Any]) -> dict[str, Any]:
     source: Any = getattr(module._trainer, "datamodule", None)
     metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
     step = module.trainer.global_step
-    return {**checkpoint, "reached": {"global_step": step, "metrics": metrics, "began_at": module.began_at}}
+    return {**checkpoint, "reached": {"global_step": step, "metrics": metrics, "began_at": module.run.began_at}}
 
 
 def take_returned(module: Any, checkpoint: dict[str, Any]) -> Any:
     """Loads what a rank has returned into a module, which has built no network."""
-    module.reached = checkpoint["reached"]
-    module.began_at = checkpoint["reached"]["began_at"]
+    module.run.reached = checkpoint["reached"]
+    module.run.began_at = checkpoint["reached"]["began_at"]
     # Custom networks are those given here: a file of weights, which may have this key, must not select one.
-    kept = getattr(module, "own_networks", ())
     for name, value in checkpoint["hyper_parameters"].items():
-        if module.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
+        if module.hparams.get(name) is None and name not in OWN_NETWORKS:  # spaces, or a language model's description
             module.hparams[name] = value
     # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
     trainer, module._trainer = module._trainer, None

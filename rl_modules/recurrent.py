@@ -213,8 +213,8 @@ class RecurrentMixin(ActorCriticModule):
     def _evaluate(self, observation: Any, state: Tensor, starts: Tensor | None) -> tuple[Distribution, Tensor, Tensor]:
         observation, mask = split_mask(observation)
         policy, value, after = self.network(observation, state, starts)
-        if self.noise_matrices is not None and hasattr(policy, "matrices"):
-            policy.matrices = self.noise_matrices
+        if self.run.noise_matrices is not None and hasattr(policy, "matrices"):
+            policy.matrices = self.run.noise_matrices
         return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after
 
 

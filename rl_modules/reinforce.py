@@ -83,7 +83,7 @@ class REINFORCE(ActorCriticModule):
             loss = loss + self.vf_coef * value_loss
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
-        if self.logs_this_epoch:
+        if self.run.logs_this_epoch:
             self.record(**metrics, entropy_loss=-policy.entropy().detach().mean(), loss=loss)
         return self.loss_over_ranks(loss, len(batch["weight"]))
 

@@ -45,8 +45,9 @@ class ControlLoop(OfRun):
 
             require_same_optimizers(module)
         module._means.to(module.device)
+        module.run.n_ranks = trainer.world_size
         # Of the epoch that ends there, if one does: Lightning counts it as done.
-        module.logs_this_epoch = module.current_epoch % module.log_every == 0
+        module.run.logs_this_epoch = module.current_epoch % module.log_every == 0
         begin_training(module)
         # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
         # warns of parts in evaluation mode before this.
@@ -68,7 +69,7 @@ class ControlLoop(OfRun):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         """Decides whether this epoch's diagnostics are computed."""
-        module.logs_this_epoch = (module.current_epoch + 1) % module.log_every == 0
+        module.run.logs_this_epoch = (module.current_epoch + 1) % module.log_every == 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Sets scheduled values after new experience was collected."""
@@ -97,7 +98,7 @@ class ControlLoop(OfRun):
         # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", module.source.partial_return)
         module.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=trainer.world_size > 1)
-        writes = module.logs_this_epoch and not module.is_cut_off
+        writes = module.run.logs_this_epoch and not module.is_cut_off
         hook: Any = type(module).on_train_epoch_end
         if module.is_cut_off or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
             # A cut epoch's point is written at its end, by the run that resumes, and callbacks monitor the means so
@@ -107,8 +108,8 @@ class ControlLoop(OfRun):
             # Without an optimizer Lightning has one that has no parameters.
             if trainer.optimizers and trainer.optimizers[0].param_groups:
                 module.record_now(learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
-            if module.grad_norm is not None:
-                module.record_now(grad_norm=float(module.grad_norm))
+            if module.run.grad_norm is not None:
+                module.record_now(grad_norm=float(module.run.grad_norm))
             module.run.point = rollout, module.place
         if not (module.automatic_optimization or module.graph):
             module.step_schedulers()
@@ -189,10 +190,10 @@ def draw(module: Any, name: str, value: Any, reduce_fx: Any, logger: bool | None
     trainer, reduction = module._trainer, REDUCE_FX.get(reduce_fx)
     if trainer is None or not trainer.training or reduction is None:
         return False
-    if logger is not False and module.logs_this_epoch:
+    if logger is not False and module.run.logs_this_epoch:
         value = value.item() if isinstance(value, np.generic) else value
         if not isinstance(value, Tensor | int | float):
-            module._objects[name] = value  # of torchmetrics
+            module.run.objects[name] = value  # of torchmetrics
         elif reduction == "mean":
             module._means.add({LOGGED + name: value})
         else:
@@ -210,22 +211,22 @@ def means_so_far(module: Any) -> dict[str, float]:
     """Means since the last point of the curves, over all ranks; a logged value replaces a recorded one."""
     means = module._means.means(module.trainer)
     logged = {name.removeprefix(LOGGED): x for name, x in means.items() if name.startswith(LOGGED)}
-    logged |= {name: float(metric.compute()) for name, metric in module._objects.items()}
+    logged |= {name: float(metric.compute()) for name, metric in module.run.objects.items()}
     return {**{name: x for name, x in means.items() if not name.startswith(LOGGED)}, **logged}
 
 
 def write_metrics(module: Any, rollout: dict[str, float], step: int) -> None:
     """Writes one point of every training curve, with the datamodule's metrics, and begins the next."""
-    latest = {name: float(value) for name, value in module._latest.items()}
+    latest = {name: float(value) for name, value in module.run.latest.items()}
     metrics = {**rollout, **latest, **means_so_far(module)}
     write_point(module.trainer, metrics, step)
     hand_to_callbacks(module.trainer, {name: x for name, x in metrics.items() if not name.startswith("time/")})
-    module._means, module._latest, module._objects = module._means.begun_anew(), {}, {}
+    module._means, module.run.latest, module.run.objects = module._means.begun_anew(), {}, {}
 
 
 def log_evaluation(module: Any, batch: dict[str, Tensor], prefix: str) -> None:
     """Logs mean and spread of the returns of evaluation episodes, over all ranks."""
-    if not module._is_alone:
+    if module.trainer.world_size > 1:
         from rl_modules.ranks import episodes_of_all_ranks  # only several ranks need it
 
         batch = episodes_of_all_ranks(batch, module.device)

@@ -158,8 +158,8 @@ class SAC(OffPolicyActorCritic):
     # ---------------------------------------------------------------- acting and learning
 
     def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
-        if self.noise_matrices is not None and not deterministic:
-            explored: Tensor | None = self.network.policy.explore(observation, self.noise_matrices, generator)
+        if self.run.noise_matrices is not None and not deterministic:
+            explored: Tensor | None = self.network.policy.explore(observation, self.run.noise_matrices, generator)
             if explored is not None:
                 return explored
         mean, log_std = self.network.policy(observation)

@@ -76,10 +76,10 @@ def exploring_act(module: Any) -> Callable[..., Any]:
     matrices = NoiseMatrices(module.hparams["sde_sample_freq"])
 
     def act(*args: Any, **arguments: Any) -> Any:
-        module.noise_matrices = matrices
+        module.run.noise_matrices = matrices
         try:
             return module.act(*args, **arguments)
         finally:
-            module.noise_matrices = None
+            module.run.noise_matrices = None
 
     return act

@@ -245,7 +245,7 @@ class TabularControl(ControlModule):
     def finish_step(self, errors: list[float]) -> None:
         """Counts the batch as a training step, which Lightning does only for optimizers, and records its error."""
         count_step(self.trainer)
-        if errors and self.logs_this_epoch:
+        if errors and self.run.logs_this_epoch:
             self.record(td_error=torch.tensor(sum(map(abs, errors)) / len(errors)))
 
     def update_schedules(self, progress_remaining: float) -> None:

@@ -130,7 +130,7 @@ class TRPO(ActorCriticModule):
             Scalars to log: policy_objective (the surrogate's improvement), approx_kl (the exact KL, in nats),
             line_search_steps (step lengths tried), is_line_search_success (0 or 1), entropy_loss.
         """
-        self._weight = self.rank_weight(len(batch["advantage"]))
+        self._weight = self.loss_over_ranks(1.0, len(batch["advantage"]))
         if self.normalize_advantage:
             batch = {**batch, "advantage": self.whiten(batch["advantage"])}
         parameters = trainable(self.network)
@@ -220,20 +220,20 @@ class TRPO(ActorCriticModule):
         for _ in range(self.n_critic_updates):
             order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
             for chunk in self._minibatches(order):
-                self._weight = self.rank_weight(len(chunk))
+                self._weight = self.loss_over_ranks(1.0, len(chunk))
                 # A mean over no rows is NaN, even with a weight of 0, so an arbitrary row is used.
                 rows = chunk if len(chunk) else order[:1]
                 minibatch = tree_map(lambda x: x[rows], fields)  # noqa: B023
                 loss = self.value_loss(self.state_value(minibatch["observation"]), minibatch)
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
                 found: Sequence[Tensor | None] = gradients(loss, parameters)
-                if not self._is_alone:
+                if self.run.n_ranks > 1:
                     found = averaged(parameters, found, self.over_ranks)
                 for p, gradient in zip(parameters, found, strict=True):
                     p.grad = gradient
                 hooks.after_backward()
                 if self.max_grad_norm is not None:
-                    self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
+                    self.run.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
                 optimizer.step()
                 losses.append(loss.detach())
         return torch.stack(losses).mean()
@@ -278,13 +278,13 @@ class TRPO(ActorCriticModule):
 
     def over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean over the transitions of all ranks from each rank's mean, so that all take the same step."""
-        if self._is_alone:
+        if self.run.n_ranks == 1:
             return x
         return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")
 
     def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
         """Cuts an order of transitions into minibatches, as many on every rank."""
-        if self._is_alone or not self.run.has_resets:
+        if self.run.n_ranks == 1 or not self.run.has_resets:
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))
 

@@ -45,12 +45,36 @@ class SeededEpisodes(gym.Wrapper):
         self._misfit = misfit(env.observation_space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins the next episode, or episode 0 of a new stream: seeds the environment and its spaces, and resets."""
         if seed is not None:
-            self._stream, self._episode = seed, 0
+            self._stream, self._episode = seed, -1
             self._leave_game()
+        self._episode += 1
+        self._resets_next = False
+        seed = episode_seed(self._stream, self._episode)
+        # Some environments draw from their spaces, which a reset does not seed.
+        self.unwrapped.action_space.seed(seed)
+        self.unwrapped.observation_space.seed(seed)
+        try:
+            returned = self.env.reset(seed=seed, options=options)
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            raise UsageError(f"reset of {_name(self.unwrapped)} must take the keywords seed and options, as Gymnasium "
+                             f"calls it: {error}") from error  # fmt: skip
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
+            raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
+                             "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
+        observation, info = returned
+        if self._misfit(observation) is not None:
+            self._require(observation, info)
+        self._last_observation = observation
+        if self._has_lives and self.env.get_wrapper_attr("continues_game"):
+            self._resets.append(len(self._actions))
         else:
-            self._episode += 1
-        return self._begin(options)
+            self._first_episode, self._actions, self._resets = self._episode, [], []
+        return observation, info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._resets_next:
@@ -79,33 +103,6 @@ class SeededEpisodes(gym.Wrapper):
         self._last_observation = observation
         info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
         return observation, reward, terminated, truncated, info
-
-    def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._resets_next = False
-        seed = episode_seed(self._stream, self._episode)
-        # Some environments draw from their spaces, which a reset does not seed.
-        self.unwrapped.action_space.seed(seed)
-        self.unwrapped.observation_space.seed(seed)
-        try:
-            returned = self.env.reset(seed=seed, options=options)
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            raise UsageError(f"reset of {_name(self.unwrapped)} must take the keywords seed and options, as Gymnasium "
-                             f"calls it: {error}") from error  # fmt: skip
-        is_pair = isinstance(returned, tuple) and len(returned) == 2
-        if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
-            raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
-                             "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
-        observation, info = returned
-        if self._misfit(observation) is not None:
-            self._require(observation, info)
-        self._last_observation = observation
-        if self._has_lives and self.env.get_wrapper_attr("continues_game"):
-            self._resets.append(len(self._actions))
-        else:
-            self._first_episode, self._actions, self._resets = self._episode, [], []
-        return observation, info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
 
     def _require(self, observation: Any, info: Any) -> None:
         """Refuses an observation that does not fit its space, and infos that are no dictionary."""
@@ -139,9 +136,9 @@ class SeededEpisodes(gym.Wrapper):
 
     @episode_state.setter
     def episode_state(self, state: dict[str, Any]) -> None:
-        self._stream, self._episode = state["stream"], state["episode"]
+        self._stream, self._episode = state["stream"], state["episode"] - 1
         self._leave_game()
-        self._begin()
+        self.reset()
         for i, action in enumerate(state["actions"]):
             if i in state.get("resets", ()):
                 self.reset()

@@ -29,7 +29,7 @@ from recipes.cli.options import arguments_of
 from recipes.cli.terminal import place_in_users_code, wait_for
 from recipes.run import Run, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from rl_modules.base import ControlModule
-from rl_modules.common.arguments import settings_of
+from rl_modules.common.arguments import OWN_NETWORKS, settings_of
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.loading import load_object
 from rl_modules.core.seams import check_pairing
@@ -339,7 +339,7 @@ class RLCLI(LightningCLI):
         checkpoint = self._get(self.config, "ckpt_path")
         self._require_own_networks()
         # The command's values take precedence over the checkpoint's.
-        own = {name: self.model.hparams[name] for name in ControlModule.own_networks if name in self.model.hparams}
+        own = {name: self.model.hparams[name] for name in OWN_NETWORKS if name in self.model.hparams}
         policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu", **own)
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
@@ -348,7 +348,7 @@ class RLCLI(LightningCLI):
     def _require_own_networks(self) -> None:
         """Refuses a checkpoint's class for its network that the command does not name, because it would be run."""
         saved = (self.checkpoint or {}).get("hyper_parameters") or {}
-        for name in ControlModule.own_networks:
+        for name in OWN_NETWORKS:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
                 path = saved[name].get("class_path") if isinstance(saved[name], dict) else saved[name]
                 raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
@@ -387,7 +387,7 @@ def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseExcept
 def _gather_init_args(model: Any) -> None:
     """Moves a user's network's arguments into its ``init_args``, beside which the parser puts them."""
     settings = model.get("init_args") or {}
-    for name in ControlModule.own_networks:
+    for name in OWN_NETWORKS:
         given = settings.get(name)
         if isinstance(given, dict) and "class_path" in given:
             beside = {key: value for key, value in given.items() if key not in ("class_path", "init_args")}

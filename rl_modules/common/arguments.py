@@ -16,6 +16,9 @@ from torch import nn
 
 from rl_modules.common.errors import UsageError
 
+#: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
+OWN_NETWORKS = ("network", "features_extractor")
+
 
 def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> dict[str, Any]:
     """Returns the hyperparameters of a checkpoint's run, those among them that a subclass's constructor chose."""

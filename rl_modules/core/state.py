@@ -2,7 +2,7 @@
 
     class PPO(ActorCriticModule):
         beta: float = persistent(lambda m: m.kl_coef)    # a run begins with this, a checkpoint has the present value
-        _whitened: Tensor | None = transient()           # a run begins with None, no checkpoint has it
+        _weight: float | None = transient()              # a run begins with None, no checkpoint has it
 
 The value is made at its first use. Each fit of a module or datamodule forgets it, so that it is made again. It may be a
 number, a text, a tensor, an array, a generator, an object with ``state_dict`` and ``load_state_dict``, and lists,

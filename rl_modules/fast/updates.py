@@ -140,7 +140,7 @@ class Recorded:
         rates_in_place(self.optimizers, self._rates)
         # By key: what a recording has noted by `record_now`, and the tensors that it has left in these attributes.
         self._noted: dict[Any, dict[str, Any]] = {}
-        self._left: dict[Any, dict[str, Any]] = {}
+        self._left: dict[Any, list[dict[str, Any]]] = {}
 
     def run(self) -> None:
         """The function that is recorded."""
@@ -154,16 +154,18 @@ class Recorded:
         frozen = tuple(p.requires_grad for p in module.parameters())
         rates = rates_in_place(self.optimizers, self._rates)
         key = (form, module.recording_key(), *numbers, frozen, rates)
-        earlier, module._latest = module._latest, {}
+        earlier, module.run.latest = module.run.latest, {}
         try:
             replayed = self.recordings(key, self.run)
             if replayed:
-                vars(module).update(self._left[key])
+                for owner, left in zip((module, module.run), self._left[key], strict=True):
+                    vars(owner).update(left)
             else:
-                self._noted[key] = module._latest
-                self._left[key] = {name: vars(module)[name] for name in LEFT if name in vars(module)}
+                self._noted[key] = module.run.latest
+                owners = (vars(module), vars(module.run))
+                self._left[key] = [{name: x[name] for name in LEFT if name in x} for x in owners]
         finally:
-            module._latest = {**earlier, **self._noted.get(key, {})}
+            module.run.latest = {**earlier, **self._noted.get(key, {})}
         return replayed
 
     def update(self, batch: Any, batch_idx: int) -> None:

@@ -28,6 +28,15 @@ def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) ->
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, the shape of {like}.")
 
 
+def require_same_shape(**named: Tensor) -> None:
+    """Refuses what is no tensor, or has another shape than the first: (B, 1) would broadcast silently against (B,)."""
+    first, tensor = next(iter(named.items()))
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.shape != tensor.shape:
+            require_tensors(**{name: value})
+            require_shape(name, value, tensor.shape, first)
+
+
 def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
     """Refuses a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
     if not isinstance(tensor, Tensor):
@@ -36,16 +45,11 @@ def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {ndim} dimensions {layout}.")
 
 
-def require_in(name: str, value: float, low: float, high: float) -> None:
-    """Refuses a number outside the closed interval [low, high], and NaN with it."""
-    if isinstance(value, str) or not low <= value <= high:
-        raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}.")
-
-
-def require_nonnegative(name: str, value: float) -> None:
-    """Refuses a negative number, infinity and NaN."""
-    if isinstance(value, str) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+def require_number(name: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
+    """Refuses a number outside the closed interval [least, most], infinity and NaN."""
+    if isinstance(value, str) or not (least <= value <= most and value < math.inf):
+        bounds = f"be a finite number of at least {least:g}" if most == math.inf else f"lie in [{least}, {most}]"
+        raise ValueError(f"{name} must {bounds}, got {value!r}.")
 
 
 def require_positive(name: str, value: float) -> None:

@@ -15,8 +15,9 @@ from rl_modules.functional.checks import (
     as_constant,
     as_float,
     require_choice,
-    require_nonnegative,
+    require_number,
     require_positive,
+    require_same_shape,
     require_shape,
     require_tensors,
 )
@@ -110,7 +111,7 @@ def dpo_loss(
     require_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     require_positive("beta", beta)
     require_positive("discopop_tau", discopop_tau)
-    require_nonnegative("simpo_gamma", simpo_gamma)
+    require_number("simpo_gamma", simpo_gamma)
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing!r}.")
     if label_smoothing and loss_type not in SMOOTHED:
@@ -180,11 +181,10 @@ def kto_loss(
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8. Equals TRL 1.16.
     """
     require_positive("beta", beta)
-    require_nonnegative("desirable_weight", desirable_weight)
-    require_nonnegative("undesirable_weight", undesirable_weight)
+    require_number("desirable_weight", desirable_weight)
+    require_number("undesirable_weight", undesirable_weight)
     _require_vector("log_prob", log_prob)
-    require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
-    require_shape("desirable", desirable, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, desirable=desirable)
     if isinstance(kl, Tensor):
         if kl.numel() != 1:
             raise ValueError(f"kl has shape {tuple(kl.shape)}, expected one number.")
@@ -222,9 +222,9 @@ def simpo_loss(
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6. Equals TRL 1.16.
     """
     require_positive("beta", beta)
-    require_nonnegative("simpo_gamma", simpo_gamma)
+    require_number("simpo_gamma", simpo_gamma)
     _require_vector("chosen_log_prob", chosen_log_prob)
-    require_shape("rejected_log_prob", rejected_log_prob, chosen_log_prob.shape, "chosen_log_prob")
+    require_same_shape(chosen_log_prob=chosen_log_prob, rejected_log_prob=rejected_log_prob)
     constants = Constants(beta, 0.0, 1.0, simpo_gamma)
     return PAIR_LOSSES["simpo"](as_float(chosen_log_prob), as_float(rejected_log_prob), constants).mean()
 
@@ -250,7 +250,7 @@ def odds_ratio_loss(chosen_log_prob: Tensor, rejected_log_prob: Tensor) -> Tenso
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7. Equals TRL 1.16.
     """
     _require_vector("chosen_log_prob", chosen_log_prob)
-    require_shape("rejected_log_prob", rejected_log_prob, chosen_log_prob.shape, "chosen_log_prob")
+    require_same_shape(chosen_log_prob=chosen_log_prob, rejected_log_prob=rejected_log_prob)
     constants = Constants(1.0, 0.0, 1.0, 0.0)
     return PAIR_LOSSES["orpo"](as_float(chosen_log_prob), as_float(rejected_log_prob), constants).mean()
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_shape, require_tensors
+from rl_modules.functional.checks import as_constant, as_float, require_same_shape, require_tensors
 
 #: In place of log 0, so that 0 · log 0 is 0 in value and in gradient.
 _NEVER = -1e4
@@ -35,8 +35,7 @@ def generalized_jsd(log_prob: Tensor, teacher_log_prob: Tensor, beta: float = 0.
     Source: Agarwal et al. 2024, arXiv:2306.13649, eq. 1. Equals TRL 1.16's ``generalized_jsd_loss``, which at β = 0
         and 1 has the KLs too, not the limits 0 of the equation.
     """
-    require_tensors(log_prob=log_prob)
-    require_shape("teacher_log_prob", teacher_log_prob, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, teacher_log_prob=teacher_log_prob)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be in [0, 1], got {beta!r}.")
     log_q, log_p = as_float(log_prob).clamp(min=_NEVER), as_constant(teacher_log_prob).clamp(min=_NEVER)
@@ -90,9 +89,7 @@ def distillation_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Ten
     Source: Lu et al. 2025, "On-policy distillation" (Thinking Machines Lab), with discount 0; Gu et al. 2024,
         arXiv:2306.08543.
     """
-    require_tensors(log_prob=log_prob)
-    require_shape("teacher_log_prob", teacher_log_prob, log_prob.shape, "log_prob")
-    require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, teacher_log_prob=teacher_log_prob, mask=mask)
     return torch.where(mask.bool(), as_constant(teacher_log_prob) - as_constant(log_prob), 0.0)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_in, require_ndim, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    as_float,
+    require_ndim,
+    require_number,
+    require_same_shape,
+    require_shape,
+)
 
 
 def quantile_huber_loss(quantiles: Tensor, target_quantiles: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -78,7 +85,7 @@ def categorical_projection(
     Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7.
     """
     require_ndim("reward", reward, 1, "[B]")
-    require_shape("terminated", terminated, reward.shape, "reward")
+    require_same_shape(reward=reward, terminated=terminated)
     require_ndim("next_probability", next_probability, 2, "[B, N]")
     atoms = next_probability.shape[-1]
     if next_probability.shape[:-1] != reward.shape or atoms < 2:
@@ -89,10 +96,10 @@ def categorical_projection(
     if not v_min < v_max:
         raise ValueError(f"v_max must be above v_min = {v_min!r}, got {v_max!r}.")
     if isinstance(gamma, Tensor):
-        require_shape("gamma", gamma, reward.shape, "reward")
+        require_same_shape(reward=reward, gamma=gamma)
         gamma = gamma.detach().unsqueeze(-1)
     else:
-        require_in("gamma", gamma, 0.0, 1.0)
+        require_number("gamma", gamma, 0.0, 1.0)
     next_probability, reward = as_constant(next_probability), as_constant(reward)
     support = torch.linspace(v_min, v_max, atoms, dtype=next_probability.dtype, device=next_probability.device)
     step = (v_max - v_min) / (atoms - 1)

@@ -15,9 +15,10 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     require_count,
-    require_in,
     require_ndim,
+    require_number,
     require_positive,
+    require_same_shape,
     require_shape,
 )
 
@@ -49,7 +50,7 @@ def policy_evaluation(transition: Tensor, reward: Tensor, policy: Tensor, gamma:
     Source: Sutton & Barto 2018, eq. 4.4, solved directly.
     """
     _check_mdp(transition, reward, gamma)
-    require_shape("policy", policy, reward.shape, "reward")
+    require_same_shape(reward=reward, policy=policy)
     _check_distribution("policy", policy)
     result_dtype = _result_dtype(transition, reward, policy)
     transition, reward, policy = _widen(transition), _widen(reward), _widen(policy)
@@ -134,7 +135,7 @@ def finite_horizon_evaluation(
     Source: Puterman 1994, section 4.2.
     """
     _check_mdp(transition, reward, gamma)
-    require_shape("policy", policy, reward.shape, "reward")
+    require_same_shape(reward=reward, policy=policy)
     _check_distribution("policy", policy)
     require_count("horizon", horizon)
     result_dtype = _result_dtype(transition, reward, policy)
@@ -187,7 +188,7 @@ def _check_mdp(transition: Tensor, reward: Tensor, gamma: float) -> None:
     require_ndim("reward", reward, 2, "[S, A]")
     states, actions = reward.shape
     require_shape("transition", transition, torch.Size((states, actions, states)), "[S, A, S] for reward [S, A]")
-    require_in("gamma", gamma, 0.0, 1.0)
+    require_number("gamma", gamma, 0.0, 1.0)
     _check_distribution("transition", transition)
 
 

@@ -23,8 +23,9 @@ from rl_modules.functional.checks import (
     as_float,
     require_choice,
     require_ndim,
-    require_nonnegative,
+    require_number,
     require_positive,
+    require_same_shape,
     require_shape,
     require_tensors,
 )
@@ -111,36 +112,35 @@ def grpo_loss(
     require_choice("loss_type", loss_type, _LOSS_TYPES)
     require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence", "sequence_token"))
     require_choice("kl_estimator", kl_estimator, ("k1", "k2", "k3"))
-    require_nonnegative("epsilon", epsilon)
-    require_nonnegative("beta", beta)
+    require_number("epsilon", epsilon)
+    require_number("beta", beta)
     require_ndim("log_prob", log_prob, 2, "[B, L]")
-    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
-    require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     require_tensors(advantage=advantage)
     if advantage.ndim == 1:
         require_shape("advantage", advantage, log_prob.shape[:1], "log_prob's first dimension")
         advantage = advantage.unsqueeze(-1)
     else:
-        require_shape("advantage", advantage, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, advantage=advantage)
     if epsilon_high is None:
         if loss_type == "cispo":
             raise ValueError(
                 "epsilon_high must be given for loss_type 'cispo', the bound on the ratio itself; got None."
             )
         epsilon_high = epsilon
-    require_nonnegative("epsilon_high", epsilon_high)
+    require_number("epsilon_high", epsilon_high)
     if delta is not None:
         if loss_type in _UNCLIPPED:
             raise ValueError(f"delta must be None for loss_type {loss_type!r}, which does not clip; got {delta!r}.")
         require_positive("delta", delta)
     if importance_weight is not None:
-        require_shape("importance_weight", importance_weight, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, importance_weight=importance_weight)
     require_positive("sapo_temperature_pos", sapo_temperature_pos)
     require_positive("sapo_temperature_neg", sapo_temperature_neg)
     if beta:
         if ref_log_prob is None:
             raise ValueError(f"ref_log_prob is None, but beta = {beta} asks for a KL penalty towards the reference.")
-        require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
     if loss_type == "dr_grpo" and (max_completion_length is None or max_completion_length < 1):
         raise ValueError(
             "max_completion_length must be a number of tokens of at least 1 for loss_type 'dr_grpo', "

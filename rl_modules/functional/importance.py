@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_choice, require_ndim, require_shape
+from rl_modules.functional.checks import as_constant, require_choice, require_ndim, require_same_shape
 
 _MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -47,8 +47,7 @@ def importance_weights(
     """
     require_choice("mode", mode, _MODES)
     require_ndim("log_prob", log_prob, 2, "[B, L]")
-    require_shape("sampling_log_prob", sampling_log_prob, log_prob.shape, "log_prob")
-    require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, sampling_log_prob=sampling_log_prob, mask=mask)
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
         raise ValueError(f"clip_min must not be above clip_max = {clip_max!r}, got {clip_min!r}.")
     difference = as_constant(log_prob) - as_constant(sampling_log_prob)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_choice, require_shape, require_tensors
+from rl_modules.functional.checks import as_constant, as_float, require_choice, require_same_shape
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
@@ -36,8 +36,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tenso
         al. 2024, arXiv:2402.03300, eq. 4.
     """
     require_choice("estimator", estimator, ("k1", "k2", "k3"))
-    require_tensors(log_prob=log_prob)
-    require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
     log_prob, ref_log_prob = as_float(log_prob), as_constant(ref_log_prob)
     if estimator == "k1":
         return log_prob - ref_log_prob
@@ -66,7 +65,6 @@ def approx_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Stable-Baselines3 logs it as ``train/approx_kl`` and
         compares it with ``target_kl``.
     """
-    require_tensors(log_prob=log_prob)
-    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, old_log_prob=old_log_prob)
     difference = as_constant(log_prob) - as_constant(old_log_prob)
     return (torch.expm1(difference) - difference).mean()

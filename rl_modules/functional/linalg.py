@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_ndim, require_nonnegative
+from rl_modules.functional.checks import as_constant, require_ndim, require_number
 
 
 def conjugate_gradient(
@@ -33,7 +33,7 @@ def conjugate_gradient(
     Source: Hestenes & Stiefel 1952; in TRPO: Schulman et al. 2015, arXiv:1502.05477, appendix C.
     """
     require_ndim("b", b, 1, "[n]")
-    require_nonnegative("tolerance", tolerance)
+    require_number("tolerance", tolerance)
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations!r}.")
     residual = as_constant(b)

@@ -10,8 +10,8 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     as_float,
-    require_in,
-    require_nonnegative,
+    require_number,
+    require_same_shape,
     require_shape,
     require_tensors,
 )
@@ -56,12 +56,12 @@ def soft_q_target(
             raise ValueError(f"alpha has shape {tuple(alpha.shape)}, expected one number.")
         alpha = as_constant(alpha).reshape(())
     else:
-        require_nonnegative("alpha", alpha)
+        require_number("alpha", alpha)
     if isinstance(gamma, Tensor):
-        require_shape("gamma", gamma, reward.shape, "reward")
+        require_same_shape(reward=reward, gamma=gamma)
         gamma = as_constant(gamma)
     else:
-        require_in("gamma", gamma, 0.0, 1.0)
+        require_number("gamma", gamma, 0.0, 1.0)
     soft_value = as_constant(next_q) - alpha * as_constant(next_log_prob)
     return as_constant(reward) + gamma * torch.where(terminated.bool(), 0.0, soft_value)
 
@@ -92,8 +92,7 @@ def squashed_gaussian_log_prob(mean: Tensor, log_std: Tensor, pre_tanh: Tensor) 
     require_tensors(mean=mean)
     if mean.ndim == 0:
         raise ValueError("mean has shape (), expected at least one dimension [..., A].")
-    require_shape("log_std", log_std, mean.shape, "mean")
-    require_shape("pre_tanh", pre_tanh, mean.shape, "mean")
+    require_same_shape(mean=mean, log_std=log_std, pre_tanh=pre_tanh)
     mean, log_std, pre_tanh = as_float(mean), as_float(log_std), as_float(pre_tanh)
     gaussian = -0.5 * ((pre_tanh - mean) * (-log_std).exp()).square() - log_std - _HALF_LOG_2_PI
     size = pre_tanh.abs()

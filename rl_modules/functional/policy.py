@@ -9,9 +9,9 @@ from rl_modules.functional.checks import (
     as_constant,
     as_float,
     mean_of,
-    require_nonnegative,
+    require_number,
     require_positive,
-    require_shape,
+    require_same_shape,
     require_tensors,
 )
 
@@ -34,12 +34,11 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
 
     Source: Williams 1992; Sutton & Barto 2018, eq. 13.8, sign flipped.
     """
-    require_tensors(log_prob=log_prob)
-    require_shape("weight", weight, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, weight=weight)
     weight = as_constant(weight)
     if mask is not None:
         # What stands under the mask may be NaN, which the product's gradient would multiply by 0.
-        require_shape("mask", mask, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, mask=mask)
         weight = torch.where(mask.bool(), weight, 0.0)
     return -mean_of(as_float(log_prob) * weight, mask)
 
@@ -66,7 +65,7 @@ def ppo_clip_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7, sign flipped.
     """
-    require_nonnegative("clip_range", clip_range)
+    require_number("clip_range", clip_range)
     ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
     surrogate = ratio * advantage
     # min(ρA, clip(ρ)A) = min(ρA, A + ε|A|): only the bound that the advantage's sign points to can be active. This
@@ -98,13 +97,13 @@ def ppo_penalty_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 8, sign flipped.
     """
-    require_nonnegative("beta", beta)
+    require_number("beta", beta)
     ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
     require_tensors(kl=kl)
     if kl.ndim == 0:
         penalty = as_float(kl)
     else:
-        require_shape("kl", kl, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, kl=kl)
         penalty = mean_of(as_float(kl), mask)
     return beta * penalty - mean_of(ratio * advantage, mask)
 
@@ -130,7 +129,7 @@ def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> floa
 
     Source: Schulman et al. 2017, arXiv:1707.06347, section 4.
     """
-    require_nonnegative("beta", beta)
+    require_number("beta", beta)
     require_positive("target", target)
     beta, measured = float(beta), float(kl)
     if measured != measured:
@@ -160,9 +159,8 @@ def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> 
 
     Source: the diagnostic of OpenAI Baselines' PPO2, logged by Stable-Baselines3 as ``train/clip_fraction``.
     """
-    require_nonnegative("clip_range", clip_range)
-    require_tensors(log_prob=log_prob)
-    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
+    require_number("clip_range", clip_range)
+    require_same_shape(log_prob=log_prob, old_log_prob=old_log_prob)
     ratio = (as_constant(log_prob) - as_constant(old_log_prob)).exp()
     return ((ratio - 1).abs() > clip_range).float().mean()
 
@@ -170,12 +168,10 @@ def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> 
 def _ratio_and_advantage(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    require_tensors(log_prob=log_prob)
-    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
-    require_shape("advantage", advantage, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     log_ratio = as_float(log_prob) - as_constant(old_log_prob)
     if mask is not None:
-        require_shape("mask", mask, log_prob.shape, "log_prob")
+        require_same_shape(log_prob=log_prob, mask=mask)
         # Before exp: what stands under padding may overflow there, and 0 * inf in the backward pass is NaN.
         log_ratio = torch.where(mask.bool(), log_ratio, 0.0)
     return log_ratio.exp(), as_constant(advantage)

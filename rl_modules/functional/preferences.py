@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_nonnegative, require_shape, require_tensors
+from rl_modules.functional.checks import as_constant, as_float, require_number, require_same_shape
 
 
 def bradley_terry_loss(
@@ -35,13 +35,12 @@ def bradley_terry_loss(
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2;
         centring: Eisenstein et al. 2023, arXiv:2312.09244.
     """
-    require_tensors(chosen_reward=chosen_reward)
-    require_shape("rejected_reward", rejected_reward, chosen_reward.shape, "chosen_reward")
-    require_nonnegative("center_rewards_coefficient", center_rewards_coefficient)
+    require_same_shape(chosen_reward=chosen_reward, rejected_reward=rejected_reward)
+    require_number("center_rewards_coefficient", center_rewards_coefficient)
     chosen_reward, rejected_reward = as_float(chosen_reward), as_float(rejected_reward)
     lead = chosen_reward - rejected_reward
     if margin is not None:
-        require_shape("margin", margin, chosen_reward.shape, "chosen_reward")
+        require_same_shape(chosen_reward=chosen_reward, margin=margin)
         lead = lead - as_constant(margin)
     loss = -F.logsigmoid(lead).mean()
     if center_rewards_coefficient:

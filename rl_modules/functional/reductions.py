@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_float, require_shape, require_tensors
+from rl_modules.functional.checks import as_float, require_same_shape
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -28,8 +28,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Source: the definition of a conditional mean; 0 for an empty selection is the convention of TRL's GRPO.
     """
-    require_tensors(x=x)
-    require_shape("mask", mask, x.shape, "x")
+    require_same_shape(x=x, mask=mask)
     counts = mask.bool()
     kept = torch.where(counts, as_float(x), 0.0)
     if dim is None:
@@ -56,8 +55,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     Source: Ziegler et al. 2019, arXiv:1909.08593 (``whiten`` in its code); Huang et al. 2024, arXiv:2403.17031,
         section 7.
     """
-    require_tensors(x=x)
-    require_shape("mask", mask, x.shape, "x")
+    require_same_shape(x=x, mask=mask)
     counts = mask.bool()
     mean = masked_mean(x, mask)
     centred = torch.where(counts, as_float(x) - mean, 0.0)

@@ -19,7 +19,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_in, require_ndim, require_shape, require_tensors
+from rl_modules.functional.checks import (
+    as_constant,
+    require_ndim,
+    require_number,
+    require_same_shape,
+    require_shape,
+    require_tensors,
+)
 
 # Shorter recurrences run as a plain loop: below this length its one kernel per step beats the scan's bookkeeping.
 _LOOP_LENGTH = 16
@@ -50,13 +57,14 @@ def discounted_returns(
 
     Source: Sutton & Barto 2018, eq. 3.9; bootstrapping at time limits: Pardo et al. 2018, arXiv:1712.00378.
     """
-    _check_rollout(reward, next_value, terminated, truncated, gamma)
+    _check_rollout(gamma, reward=reward, next_value=next_value, terminated=terminated, truncated=truncated)
     reward, next_value = as_constant(reward), as_constant(next_value)
     ended = terminated.bool() | truncated.bool()
     bootstraps = ended.clone()
     bootstraps[-1:] = True
     tail = torch.where(bootstraps & ~terminated.bool(), next_value, 0.0)
-    return _backward_recurrence(torch.add(reward, tail, alpha=gamma), _decay(gamma, ended, reward))
+    decay = torch.full_like(reward, gamma).masked_fill_(ended, 0.0)
+    return _backward_recurrence(torch.add(reward, tail, alpha=gamma), decay)
 
 
 def n_step_returns(
@@ -84,7 +92,7 @@ def n_step_returns(
 
     Source: Sutton & Barto 2018, eq. 7.1; used so by A3C, Mnih et al. 2016, arXiv:1602.01783, section 4.
     """
-    _check_rollout(reward, next_value, terminated, truncated, gamma)
+    _check_rollout(gamma, reward=reward, next_value=next_value, terminated=terminated, truncated=truncated)
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n!r}.")
     if n >= reward.shape[0]:
@@ -120,7 +128,7 @@ def n_step_rewards(reward: Tensor, n_steps: Tensor, gamma: float) -> tuple[Tenso
     require_tensors(reward=reward, n_steps=n_steps)
     require_ndim("reward", reward, 2, "[M, K]")
     require_shape("n_steps", n_steps, reward.shape[:1], "reward's transitions")
-    require_in("gamma", gamma, 0.0, 1.0)
+    require_number("gamma", gamma, 0.0, 1.0)
     reward = as_constant(reward)
     if reward.shape[1] == 1:
         return reward[:, 0], torch.full_like(reward[:, 0], gamma)
@@ -161,29 +169,21 @@ def gae(
 
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    _check_rollout(reward, next_value, terminated, truncated, gamma)
-    require_tensors(value=value)
-    require_shape("value", value, reward.shape, "reward")
-    require_in("gae_lambda", gae_lambda, 0.0, 1.0)
+    _check_rollout(gamma, reward=reward, value=value, next_value=next_value, terminated=terminated, truncated=truncated)
+    require_number("gae_lambda", gae_lambda, 0.0, 1.0)
     reward, value, next_value = as_constant(reward), as_constant(value), as_constant(next_value)
     terminated = terminated.bool()
     delta = torch.add(reward - value, torch.where(terminated, 0.0, next_value), alpha=gamma)
-    return _backward_recurrence(delta, _decay(gamma * gae_lambda, terminated | truncated.bool(), delta))
+    decay = torch.full_like(delta, gamma * gae_lambda).masked_fill_(terminated | truncated.bool(), 0.0)
+    return _backward_recurrence(delta, decay)
 
 
-def _check_rollout(reward: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, gamma: float) -> None:
-    require_tensors(reward=reward, next_value=next_value, terminated=terminated, truncated=truncated)
-    if reward.ndim == 0:
+def _check_rollout(gamma: float, **fields: Tensor) -> None:
+    """Checks the range of γ, and that all fields of a rollout are tensors of the rewards' shape."""
+    require_same_shape(**fields)
+    if fields["reward"].ndim == 0:
         raise ValueError("reward has no dimensions, expected time first: [T] or [T, N].")
-    require_shape("next_value", next_value, reward.shape, "reward")
-    require_shape("terminated", terminated, reward.shape, "reward")
-    require_shape("truncated", truncated, reward.shape, "reward")
-    require_in("gamma", gamma, 0.0, 1.0)
-
-
-def _decay(factor: float, ended: Tensor, like: Tensor) -> Tensor:
-    """``factor`` where the episode continues, 0 where it ended: the weight of step t + 1 in the sum of step t."""
-    return torch.full_like(like, factor).masked_fill_(ended, 0.0)
+    require_number("gamma", gamma, 0.0, 1.0)
 
 
 def _backward_recurrence(addend: Tensor, decay: Tensor) -> Tensor:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_ndim, require_nonnegative, require_positive, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    require_ndim,
+    require_number,
+    require_positive,
+    require_same_shape,
+    require_shape,
+)
 
 
 def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -31,10 +38,9 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2, with the logarithm of a product as a sum over tokens.
     """
     require_ndim("log_prob", log_prob, 2, "[B, L]")
-    require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
-    require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
     require_shape("score", score, log_prob.shape[:1], "log_prob's first dimension")
-    require_nonnegative("beta", beta)
+    require_number("beta", beta)
     counts = mask.bool()
     # A β of 0 does not multiply: a token that the reference forbids has an infinite difference.
     difference = as_constant(log_prob) - as_constant(ref_log_prob)
@@ -64,7 +70,7 @@ def proportional_kl_coefficient(beta: float, kl: float | Tensor, target: float, 
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (K = 0.1).
     """
-    require_nonnegative("beta", beta)
+    require_number("beta", beta)
     require_positive("target", target)
     if not 0 <= gain < 5:
         raise ValueError(f"gain must lie in [0, 5), got {gain!r}.")

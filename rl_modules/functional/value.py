@@ -11,9 +11,8 @@ from rl_modules.functional.checks import (
     as_float,
     mean_of,
     require_choice,
-    require_in,
-    require_nonnegative,
-    require_shape,
+    require_number,
+    require_same_shape,
     require_tensors,
 )
 
@@ -46,18 +45,17 @@ def value_loss(
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9 (L^VF); the clipped form is that of OpenAI Baselines' PPO2,
         Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
-    require_tensors(value=value)
-    require_shape("returns", returns, value.shape, "value")
+    require_same_shape(value=value, returns=returns)
     if clip_range is not None and old_value is None:
         raise ValueError("old_value is None although clip_range is given; clipping is around the old value.")
     value, returns = as_float(value), as_constant(returns)
     if mask is not None:
         # What stands under the mask may be NaN, which the square's gradient would multiply by 0.
-        require_shape("mask", mask, value.shape, "value")
+        require_same_shape(value=value, mask=mask)
         value, returns = (torch.where(mask.bool(), x, 0.0) for x in (value, returns))
     if old_value is not None and clip_range is not None:
-        require_shape("old_value", old_value, value.shape, "value")
-        require_nonnegative("clip_range", clip_range)
+        require_same_shape(value=value, old_value=old_value)
+        require_number("clip_range", clip_range)
         old_value = as_constant(old_value)
         old_value = old_value if mask is None else torch.where(mask.bool(), old_value, 0.0)
         clipped = old_value + (value - old_value).clamp(-clip_range, clip_range)
@@ -101,23 +99,23 @@ def dqn_target(
 
     Source: Mnih et al. 2015 (Nature 518), algorithm 1; van Hasselt et al. 2016, arXiv:1509.06461, eq. 4.
     """
-    require_tensors(reward=reward, next_q_target=next_q_target)
-    require_shape("terminated", terminated, reward.shape, "reward")
+    require_same_shape(reward=reward, terminated=terminated)
+    require_tensors(next_q_target=next_q_target)
     if next_q_target.shape[:-1] != reward.shape or next_q_target.ndim != reward.ndim + 1:
         raise ValueError(
             f"next_q_target has shape {tuple(next_q_target.shape)}, expected that of reward, {tuple(reward.shape)}, "
             "and a last dimension of actions."
         )
     if isinstance(gamma, Tensor):
-        require_shape("gamma", gamma, reward.shape, "reward")
+        require_same_shape(reward=reward, gamma=gamma)
         gamma = gamma.detach()
     else:
-        require_in("gamma", gamma, 0.0, 1.0)
+        require_number("gamma", gamma, 0.0, 1.0)
     next_q_target = as_constant(next_q_target)
     if next_q_online is None:
         next_value = next_q_target.amax(-1)
     else:
-        require_shape("next_q_online", next_q_online, next_q_target.shape, "next_q_target")
+        require_same_shape(next_q_target=next_q_target, next_q_online=next_q_online)
         best = next_q_online.detach().argmax(-1, keepdim=True)
         next_value = next_q_target.gather(-1, best).squeeze(-1)
     return as_constant(reward) + gamma * torch.where(terminated.bool(), 0.0, next_value)
@@ -144,8 +142,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
     Source: Mnih et al. 2015 (Nature 518), error clipping in its Methods; weights: Schaul et al. 2016, arXiv:1511.05952.
     """
     require_choice("loss", loss, ("mse", "huber"))
-    require_tensors(prediction=prediction)
-    require_shape("target", target, prediction.shape, "prediction")
+    require_same_shape(prediction=prediction, target=target)
     reduction = "mean" if weight is None else "none"
     prediction, target = _promoted(as_float(prediction), as_constant(target))
     if loss == "mse":
@@ -154,7 +151,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
         error = F.smooth_l1_loss(prediction, target, reduction=reduction)
     if weight is None:
         return error
-    require_shape("weight", weight, prediction.shape, "prediction")
+    require_same_shape(prediction=prediction, weight=weight)
     return (as_constant(weight) * error).mean()
 
 
@@ -175,8 +172,7 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
 
     Source: Stable-Baselines3's ``train/explained_variance``; the coefficient of determination of V + constant.
     """
-    require_tensors(value=value)
-    require_shape("returns", returns, value.shape, "value")
+    require_same_shape(value=value, returns=returns)
     value, returns = as_constant(value).flatten(), as_constant(returns).flatten()
     if not value.numel():
         return value.new_full((), torch.nan)

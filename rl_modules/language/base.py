@@ -482,7 +482,7 @@ class LanguageModule(LanguageMetrics):
             from rl_modules.language.compiled import compile_layers
 
             compile_layers(self)
-        self.began_at = (self.trainer.global_step, self.num_tokens)
+        self.run.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
         if self.latest_metrics:
             hand_to_callbacks(self.trainer, self.latest_metrics)
@@ -550,5 +550,5 @@ class LanguageModule(LanguageMetrics):
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.record(grad_norm=self.grad_norm)
+        self.run.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.record(grad_norm=self.run.grad_norm)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.fast.modules import call
+from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import (
     ParallelMLP,
-    full_precision,
     hidden_widths,
     last_layer,
     mlp,
@@ -67,7 +67,7 @@ class ActorCritic(nn.Module):
             latents = call(self.towers, features)
         else:
             latents = [call(tower, features) for tower in self.towers]  # type: ignore[attr-defined]
-        numbers = full_precision(call(self.policy_head, latents[0]))
+        numbers = as_float(call(self.policy_head, latents[0]))
         policy = make_distribution(self.action_space, numbers, self.log_std, latents[0])
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
+from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, full_precision, mlp
+from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, mlp
 from rl_modules.networks.q_network import apply_tower
 from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
@@ -148,7 +149,7 @@ class Critics(nn.Module):
         # As in `last_layer`; entering the context takes longer than this check.
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            return full_precision(torch.baddbmm(biases[-1], x.to(weights[-1].dtype), weights[-1]))
+            return as_float(torch.baddbmm(biases[-1], x.to(weights[-1].dtype), weights[-1]))
 
 
 class PolicyAndCritics(nn.Module):
@@ -193,8 +194,8 @@ class StateDependentPolicy(SquashedGaussianPolicy):
 
     def _mean_and_features(self, observation: Any) -> tuple[Tensor, Tensor]:
         features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
-        mean = full_precision(self.head(features)).clamp(-CLIP_MEAN, CLIP_MEAN)
-        return mean, full_precision(features)
+        mean = as_float(self.head(features)).clamp(-CLIP_MEAN, CLIP_MEAN)
+        return mean, as_float(features)
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
         mean, features = self._mean_and_features(observation)

@@ -14,8 +14,8 @@ from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import FORBIDDEN
 from rl_modules.common.spaces import example_arrays, image_channels, pixel_scale, tree_map
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
+from rl_modules.functional.checks import as_float
 from rl_modules.networks.critics import LOG_STD_MAX, LOG_STD_MIN, ActionBounds, PolicyAndCritics, SquashedGaussianPolicy
-from rl_modules.networks.layers import full_precision
 
 # ---------------------------------------------------------------- feature extractors
 
@@ -104,11 +104,11 @@ class CustomActorCritic(nn.Module):
         out = self.module(in_dtype_of(self.module, observation))
         policy, value = out if isinstance(out, tuple) else (out, None)
         if isinstance(policy, Tensor):
-            policy = self._distribution(full_precision(policy))
+            policy = self._distribution(as_float(policy))
         policy = as_distribution(policy)
         if not self.critic or value is None:
             return policy, policy.mode().new_zeros(len(policy.mode()), dtype=torch.float32)
-        return policy, full_precision(value)
+        return policy, as_float(value)
 
     def _distribution(self, numbers: Tensor) -> Distribution:
         if isinstance(self.action_space, spaces.Box) and numbers.shape[-1] == 2 * parameter_count(self.action_space):
@@ -177,7 +177,7 @@ class CustomGaussianPolicy(SquashedGaussianPolicy):
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
         mean, log_std = self.module(in_dtype_of(self.module, observation))
-        return full_precision(mean), full_precision(log_std).clamp(LOG_STD_MIN, LOG_STD_MAX)
+        return as_float(mean), as_float(log_std).clamp(LOG_STD_MIN, LOG_STD_MAX)
 
 
 class CustomNetwork(nn.Module):
@@ -188,7 +188,7 @@ class CustomNetwork(nn.Module):
         self.module = module
 
     def forward(self, observation: Any) -> Tensor:
-        return full_precision(self.module(in_dtype_of(self.module, observation)))
+        return as_float(self.module(in_dtype_of(self.module, observation)))
 
 
 class CustomCritics(nn.Module):
@@ -201,7 +201,7 @@ class CustomCritics(nn.Module):
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
         # `frozen` spares work only: the algorithms ask for the gradients of the policy alone.
         observation = in_dtype_of(self.module, observation)
-        q = full_precision(self.module(observation, in_dtype_of(self.module, action)))
+        q = as_float(self.module(observation, in_dtype_of(self.module, action)))
         return q[:1] if only_first else q
 
 

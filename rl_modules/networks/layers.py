@@ -13,6 +13,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import is_image
 from rl_modules.fast import is_fast
 from rl_modules.fast.modules import FastTanh, call
+from rl_modules.functional.checks import as_float
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -139,14 +140,9 @@ def check_widths(name: str, net_arch: Any) -> Any:
     return net_arch
 
 
-def full_precision(x: Tensor) -> Tensor:
-    """Converts to at least float32: bfloat16's three digits are too few for values and ratios."""
-    return x if x.dtype is torch.float64 else x.float()
-
-
 def last_layer(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer(x)`` in float32 at least, under autocast too: bfloat16's numbers around 90 are half a unit apart."""
     if not torch.is_autocast_enabled(x.device.type):
-        return full_precision(call(layer, x))
+        return as_float(call(layer, x))
     with torch.autocast(x.device.type, enabled=False):
-        return full_precision(call(layer, full_precision(x)))
+        return as_float(call(layer, as_float(x)))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
+from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, init_orthogonal
-from rl_modules.networks.layers import full_precision, last_layer, mlp, orthogonal, tower_widths
+from rl_modules.networks.layers import last_layer, mlp, orthogonal, tower_widths
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -92,7 +93,7 @@ class RecurrentActorCritic(nn.Module):
         memory, after = self.unroll(features.transpose(0, 1), state, starts)
         policy_latent, value_latent = (x.transpose(0, 1).flatten(0, 1) for x in memory)
         latent = self.policy_tower(policy_latent)
-        parameters = full_precision(self.policy_head(latent))
+        parameters = as_float(self.policy_head(latent))
         value = last_layer(self.value_head, self.value_tower(value_latent)).squeeze(-1)
         return make_distribution(self.action_space, parameters, self.log_std, latent), value, after
 

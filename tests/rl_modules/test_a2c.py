@@ -22,7 +22,7 @@ SPACES = {
 def made(**arguments: Any) -> A2C:
     model = A2C(**arguments, **SPACES)
     model.configure_model()
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     return model
 
 

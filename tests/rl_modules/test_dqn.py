@@ -74,7 +74,7 @@ def test_hand_worked_targets_over_up_to_two_steps(double, expected):
 
 def test_loss_compares_the_value_of_the_action_taken_and_only_moves_the_network():
     model = tabular(ONLINE, TARGET, gamma=0.5, loss="mse", double=True)
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     loss = model.training_step(model.prepare(SAMPLE), 0)
     # Q(0, 1) = 10 against 6, Q(1, 0) = 20 against 5, Q(2, 1) = 4 against 8.
     assert loss.item() == pytest.approx((4**2 + 15**2 + 4**2) / 3)
@@ -87,7 +87,7 @@ def test_loss_compares_the_value_of_the_action_taken_and_only_moves_the_network(
 @pytest.mark.parametrize(("loss", "expected"), [("mse", [16.0, 225.0, 16.0]), ("huber", [3.5, 14.5, 3.5])])
 def test_importance_weights_scale_each_error(loss, expected):
     model = tabular(ONLINE, TARGET, gamma=0.5, loss=loss, double=True)
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     weight = torch.tensor([1.0, 0.5, 0.25])
     sample = {**SAMPLE, "weight": weight, "index": torch.arange(3)}
     value = model.training_step(model.prepare(sample), 0).item()

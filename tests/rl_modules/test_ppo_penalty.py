@@ -51,7 +51,7 @@ def test_loss_is_the_papers(name: str) -> None:
         action_space=space_to_dict(ACTIONS[name]),
     )  # fmt: skip
     model.configure_model()
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     old = random_policy(ACTIONS[name], 0)
     action = old.sample(torch.Generator().manual_seed(1))
     batch = {

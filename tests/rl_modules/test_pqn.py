@@ -58,7 +58,7 @@ def test_the_loss_moves_the_action_taken_towards_its_target() -> None:
     model = PQN(**SPACES)
     model.configure_model()
     model._trainer = SimpleNamespace(world_size=1, datamodule=SimpleNamespace(ranks_differ_in_size=False))  # type: ignore[assignment]
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     observation, action = torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0])
     q = model.q_values(observation)
     returns = torch.arange(5.0)

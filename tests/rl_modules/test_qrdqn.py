@@ -38,7 +38,7 @@ def tabular(online: Any, target: Any, cls: type[QRDQN] = QRDQN, **arguments: Any
     model.configure_model()
     model.network, model.target_network = Table(online), Table(target).requires_grad_(False)  # type: ignore[assignment]
     model._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_timesteps=0))  # type: ignore[assignment]
-    model.logs_this_epoch = False
+    model.run.logs_this_epoch = False
     return model
 
 

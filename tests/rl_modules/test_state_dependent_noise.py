@@ -12,7 +12,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions.gaussian import DiagGaussian
 from rl_modules.networks.critics import StateDependentPolicy
-from rl_modules.state_dependent_noise import NoiseMatrices, StateDependentGaussian
+from rl_modules.state_dependent_noise import NoiseMatrices, StateDependentGaussian, exploring_act
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts
 
@@ -101,10 +101,10 @@ def test_the_rollouts_noise_is_a_function_of_the_state():
     model = PPO(use_sde=True, **SPACES)
     model.configure_model()
     observation, generator = torch.randn(3, 3), torch.Generator().manual_seed(0)
-    act = model.rollout_act()
+    act = exploring_act(model)
     one, other = act(observation, generator), act(observation, generator)
     assert torch.equal(one["action"], other["action"])
-    assert not torch.equal(one["action"], model.rollout_act()(observation, generator)["action"])
+    assert not torch.equal(one["action"], exploring_act(model)(observation, generator)["action"])
     assert not torch.equal(model.act(observation, generator)["action"], model.act(observation, generator)["action"])
     mode = model.act(observation, deterministic=True)["action"]
     assert torch.equal(act(observation, generator, deterministic=True)["action"], mode)
@@ -120,7 +120,7 @@ def test_the_noise_of_a_recurrent_policy_is_a_function_of_its_features(cls):
     model.configure_model()
     assert model.network.log_std.shape == (6, 1)
     observations, generator = torch.randn(3, 5, 3), torch.Generator().manual_seed(0)
-    act, other, state, log_probs, actions = model.rollout_act(), model.rollout_act(), None, [], []
+    act, other, state, log_probs, actions = exploring_act(model), exploring_act(model), None, [], []
     for t in range(5):
         acted = act(observations[:, t], generator, state=state)
         again = act(observations[:, t], generator, state=state)

@@ -176,7 +176,7 @@ def test_without_a_gradient_nothing_moves_and_the_update_counts_as_rejected() ->
     assert torch.equal(policy_vector(model), before)
     assert found["is_line_search_success"] == 0
     assert model.rejected_updates == 1
-    assert model._latest["train/rejected_updates"] == 1
+    assert model.run.latest["train/rejected_updates"] == 1
 
 
 def test_policy_and_value_are_those_of_acting() -> None:
