@@ -11,12 +11,12 @@ from datamodules.language.arguments import LanguageArguments, require_held_out
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.notices import note_completions, note_demonstrations, notice
 from datamodules.language.order import EndlessOrder, evaluate_every
-from datamodules.language.records import TEXTS, as_record, place_of, refuse
+from datamodules.language.records import TEXTS, place_of, refuse
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.reward_names import load_reward_funcs
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import EncodedRecords, Records, fitting, load_records
+from datamodules.language.sources import fitting, load_records
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
@@ -26,6 +26,7 @@ from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
     from datamodules.language.mixture import Mixture
+    from datamodules.language.on_demand import EncodedRecords
     from datamodules.language.streaming import RecordStream
     from rl_modules.language.contract import TextLearner, WritingLearner
 
@@ -110,6 +111,7 @@ class LanguageDataModule(LanguageArguments):
 
     def open_stream(self) -> "RecordStream":
         """Returns the training records, read as they are needed."""
+        from datamodules.language.formats import as_record
         from datamodules.language.streaming import RecordStream, open_stream
 
         rows = open_stream(self.path, self.dataset, self.dataset_config, self.dataset_split)
@@ -136,9 +138,9 @@ class LanguageDataModule(LanguageArguments):
     @property
     def reads_as_needed(self) -> bool:
         """Whether training records are read when they are needed: those of a stream or of a large source."""
-        return self.stream is not None or isinstance(self.train_records, EncodedRecords)
+        return self.stream is not None or not isinstance(self.train_records, list)
 
-    def load_split(self, split: str, n: int | None, as_read: bool = False) -> list[Record] | EncodedRecords:
+    def load_split(self, split: str, n: int | None, as_read: bool = False) -> "list[Record] | EncodedRecords":
         """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
         training = split == "train"
         # A task compares texts.
@@ -160,14 +162,16 @@ class LanguageDataModule(LanguageArguments):
 
                 refuse_stream(self.dataset)
             source = {"task": self.task, "path": self.path, "dataset": self.dataset}
-        records = load_records(
+        records: Any = load_records(
             **source,
             dataset_config=self.dataset_config, dataset_split=self.dataset_split if training else self.eval_split,
             columns=self.columns, answer_after=self.answer_after, split=split, n=n, seed=self.seed,
             required=self.required if training else self.eval_required, as_read=as_read, **checks,
         )  # fmt: skip
-        if not isinstance(records, Records) or len(records) <= LOADED:
+        if isinstance(records, list) or len(records) <= LOADED:
             return self._encode_and_report(list(records))
+        from datamodules.language.on_demand import EncodedRecords
+
         longest = min(self.policy.max_length, getattr(self, "max_length", None) or self.policy.max_length) - 1
         return EncodedRecords(records, self._encode_and_report, longest, self.source)
 
@@ -272,7 +276,7 @@ class LanguageDataModule(LanguageArguments):
             return [self.stream[position] for position in positions]
         rows = self.train_records
         numbers = [self._passes.at(position, len(rows)) for position in positions]
-        return rows.take(numbers) if isinstance(rows, EncodedRecords) else [rows[number] for number in numbers]
+        return [rows[number] for number in numbers] if isinstance(rows, list) else rows.take(numbers)
 
     @property
     def epochs_seen(self) -> float:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.records import PlacedRecord, as_answer, place_of, refuse
+from datamodules.language.formats import as_answer
+from datamodules.language.records import PlacedRecord, place_of, refuse
 from datamodules.language.sequences import Sequences
 from datamodules.language.sources import load_records
 from rl_modules.common.errors import UsageError

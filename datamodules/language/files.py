@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.records import Placed, ReadByNumber
+from datamodules.language.on_demand import Placed, ReadByNumber
 from rl_modules.common.errors import UsageError
 
 #: First bytes of a gzipped file.

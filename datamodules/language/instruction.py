@@ -9,9 +9,10 @@ from torch import Tensor
 
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
+from datamodules.language.formats import as_conversation
 from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
-from datamodules.language.records import as_conversation, refuse
+from datamodules.language.records import refuse
 from datamodules.language.sequences import Sequences
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed

@@ -11,9 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
+from datamodules.language.formats import as_judgement, as_preference, decoded
 from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
-from datamodules.language.records import NothingUsable, as_judgement, as_preference, decoded, place_of, refuse
+from datamodules.language.records import NothingUsable, place_of, refuse
 from datamodules.language.sequences import Pairs
 from datamodules.language.sources import fitting, load_records
 from rl_modules.common.errors import UsageError

@@ -1,39 +1,14 @@
-"""Conversion of a file's or dataset's row to a record, with checks: prompts, answers, preferences, conversations."""
+"""Checks of a record's prompt and texts, and the place that it comes from, for errors."""
 
 import json
-import math
-import re
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from datamodules.language.tasks.base import Record, fill
-from rl_modules.common.errors import UsageError, did_you_mean
+from datamodules.language.tasks.base import Record
+from rl_modules.common.errors import UsageError
 
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
-#: Rows that are read together.
-BLOCK = 1000
-#: A row, and its place, for messages.
-Placed = tuple[str, dict[str, Any]]
-Item = TypeVar("Item")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-
-
-class ReadByNumber(Sequence[Item], Generic[Item]):
-    """Rows or records that are read by their numbers when they are asked for."""
-
-    @abstractmethod
-    def take(self, numbers: Sequence[int]) -> list[Item]:
-        """The items of some numbers; a UsageError for one that can't be used."""
-
-    def __getitem__(self, index: Any) -> Any:
-        numbers = range(len(self))[index]
-        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
-
-    def __iter__(self) -> Iterator[Item]:
-        for start in range(0, len(self), BLOCK):
-            yield from self.take(range(start, min(start + BLOCK, len(self))))
 
 
 class NothingUsable(UsageError):
@@ -56,64 +31,6 @@ def place_of(record: Mapping[str, Any], source: str) -> str:
 def refuse(place: str, column: str, what: str) -> UsageError:
     """The sentence about a record that can't be used: its file and line, the column, what is wrong, what is right."""
     return UsageError(f"{place}: {column!r} {what}")
-
-
-def as_record(
-    row: dict[str, Any],
-    place: str,
-    columns: dict[str, str] | None,
-    answer_after: str | None,
-    required: Sequence[str],
-    reshape: Callable[[Record, str], Record] | None,
-    texts: Sequence[str] = TEXTS,
-) -> Record:
-    """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments."""
-    record = dict(row)
-    for target, source in (columns or {}).items():
-        where = f"{place}: columns.{target}={source!r}"
-        if source in row:
-            record[target] = row[source]
-        elif "{" in source:
-            record[target] = fill(source, row, where)
-        else:
-            raise UsageError(
-                f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
-            )
-    _refuse_other_formats(record, place)
-    if reshape is not None:
-        record = reshape(record, place)
-    for name in dict.fromkeys(("prompt", *required)):
-        if record.get(name) is None:
-            raise refuse(place, name, "is null" if name in record else f"is missing, there is only {', '.join(record)}"
-                         f"{did_you_mean(name, record)}; columns maps one to it, as in "
-                         f"{{{name}: {next(iter(record), 'column')}}}")  # fmt: skip
-    record["prompt"] = as_prompt(record["prompt"], place)
-    for name in (*texts, *(("answer",) if answer_after is not None else ())):
-        value = record.get(name)
-        if value is not None and not (isinstance(value, str) and value.isascii()):  # nearly all texts of large files
-            record[name] = (as_text if name == "answer" else as_answer)(value, f"{place}: {name!r}")
-    if answer_after is not None and record.get("answer") is not None:
-        _, found, answer = record["answer"].rpartition(answer_after)
-        if not found:
-            raise refuse(place, "answer", f"has no {answer_after!r}, as answer_after wants it to")
-        record["answer"] = answer.strip()
-    return PlacedRecord(record, place)
-
-
-def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
-    """Refuses, by name, dataset formats that no algorithm here supports."""
-    messages = row.get("messages", row.get("conversations"))
-    first = messages[0] if isinstance(messages, list) and messages else None
-    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
-        raise refuse(place, "completions", "with 'labels' is stepwise supervision of a process reward model, which "
-                     "nothing here learns from; give prompt, completion and label")  # fmt: skip
-    if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
-        raise refuse(place, "messages", "have from and value, ShareGPT's format, where role (system, user, assistant) "
-                     "and content should be; convert them, and give them as messages")  # fmt: skip
-    for name in ("image", "images"):
-        if row.get(name) is not None:
-            raise refuse(place, name, "belongs to a vision dataset, and every algorithm here reads text alone; leave "
-                         "the column out")  # fmt: skip
 
 
 def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
@@ -141,18 +58,6 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
     return messages
 
 
-def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
-    """An answer, checked: a text, or messages that end with the assistant's; a single one of text alone is the text."""
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        return as_text(value, what)
-    messages = as_messages(value, what) if value else []
-    if not messages or messages[-1]["role"] != "assistant":
-        raise UsageError(f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where the last "
-                         "one should be the assistant's; end it there, or leave the row out")  # fmt: skip
-    is_text = len(messages) == 1 and set(messages[0]) == {"role", "content"}
-    return str(messages[0]["content"]) if is_text else messages
-
-
 def as_text(value: Any, what: str) -> str:
     """Text, checked; a number as it is written. ``what`` is the place and column, for messages."""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -171,125 +76,3 @@ def short(value: Any) -> str:
     """A value's type and beginning, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
-
-
-def as_conversation(row: Record, place: str) -> Record:
-    """A row of messages with ``conversation``, the ``prompt`` before the first answer, and that as ``completion``."""
-    completion = row.get("completion")
-    if isinstance(completion, list) and completion and isinstance(completion[0], dict):
-        answer = as_messages(completion, f"{place}: 'completion'")
-        prompt = row.get("prompt")
-        is_text = isinstance(prompt, str)
-        asked = [{"role": "user", "content": prompt}] if is_text else as_messages(prompt, f"{place}: 'prompt'")
-        return {**row, "conversation": [*asked, *answer], "prompt": asked, "completion": answer[0]["content"]}
-    if row.get("messages") is None or completion is not None:
-        return row
-    messages = as_messages(row["messages"], f"{place}: 'messages'")
-    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
-    if not first:
-        raise refuse(place, "messages", f"has roles {', '.join(m['role'] for m in messages)}, where a user's message "
-                     "and then an assistant's should be")  # fmt: skip
-    return {**row, "conversation": messages, "prompt": messages[:first], "completion": messages[first]["content"]}
-
-
-def as_preference(row: Record, place: str) -> Record:
-    """A row as ``prompt``, ``chosen`` and ``rejected`` (see :func:`as_answer`); one without an answer is unchanged.
-
-    Messages, or text up to its last white space, with which both answers begin belong to the prompt.
-    """
-    row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
-    margin = row.get("margin")
-    if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
-        raise refuse(place, "margin", f"is {margin!r}, where a number should be: the units of reward by which the "
-                     "chosen answer should win")  # fmt: skip
-    probability = row.get("probability")
-    if probability is not None and not (_is_number(probability) and 0 <= probability <= 1):
-        raise refuse(place, "probability", f"is {probability!r}, where a number in [0, 1] should be, with which the "
-                     "chosen answer wins; map another column to the name, or drop this one")  # fmt: skip
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None or rejected is None:
-        return row
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        raise refuse(place, "chosen", f"is a {type(chosen).__name__} and 'rejected' a {type(rejected).__name__}; give "
-                     "both as texts, or both as lists of messages")  # fmt: skip
-    if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
-        cut = end_of_prompt(chosen, rejected)
-        return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
-    return row
-
-
-def end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the common beginning of two texts ends: before its last white space, else at its last character."""
-    n = 0
-    while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
-        n += 1
-    shared = chosen[:n]
-    last = max((i for i, character in enumerate(shared) if character.isspace()), default=n)
-    return n if last == n else len(shared[: last + 1].rstrip())
-
-
-def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: str) -> Record:
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-        shared += 1
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if not messages:
-            raise refuse(place, name, "is an empty list, where messages with role and content should be")
-    if not shared and prompt is None:
-        raise refuse(place, "chosen", "and 'rejected' share no message, and there is no prompt; give the prompt")
-    if shared:
-        before = chosen[:shared]
-        if isinstance(prompt, list) and prompt != before:
-            prompt = [*prompt, *before]
-        elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
-            # One message that is the prompt in words stays in words, for tokenizers without a chat template.
-            prompt = before
-    answers = {name: as_answer(messages[shared:], f"{place}: {name!r}")
-               for name, messages in (("chosen", chosen), ("rejected", rejected))}  # fmt: skip
-    return {"prompt": prompt, **answers}
-
-
-def decoded(row: Record, place: str, names: Sequence[str], tokenizer: Any) -> Record:
-    """A row whose texts are given as token ids, ``prompt_ids`` and an answer's, with the texts that they spell."""
-    texts = {}
-    for name in names:
-        ids = row.get(f"{name}_ids")
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
-            raise refuse(place, f"{name}_ids", f"is {short(ids)}, where a list of token ids from 0 to "
-                         f"{len(tokenizer) - 1} should be; a row has all its texts as ids, or none")  # fmt: skip
-        texts[name] = tokenizer.decode(ids)
-    return {**row, **texts}
-
-
-def as_judgement(row: Record, place: str) -> Record:
-    """A row as ``prompt``, ``completion`` and ``label``, or as a pair, see :func:`as_preference`."""
-    completion, label = row.get("completion"), as_number(row.get("label"))
-    if label is None and row.get("chosen") is not None and row.get("rejected") is not None:
-        # A table gives each row the columns of all others, so a judgement may have a pair's columns as null.
-        pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
-        return as_preference(pair, place)
-    if completion is None or label is None:
-        raise refuse(place, "completion", f"and 'label', or 'chosen' and 'rejected', should be among the columns "
-                     f"{', '.join(map(repr, row)) or '(none)'}; name them with `columns`")  # fmt: skip
-    if label not in (0, 1):
-        raise refuse(place, "label", f"is {label!r}, where true or false should be")
-    return {**row, "completion": as_answer(completion, f"{place}: 'completion'"), "label": bool(label)}
-
-
-def as_number(value: Any) -> Any:
-    """The number or truth value that a text spells, None for an empty one; any other value as it is."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if _NUMBER.fullmatch(text):
-        number = float(text)
-        return int(number) if number.is_integer() else number
-    return value if text else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

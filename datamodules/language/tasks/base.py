@@ -143,9 +143,11 @@ class Task:
     @property
     def reward_funcs(self) -> list[RewardFunction]:
         """Returns reward functions with TRL's signature; the first is the accuracy, in [0, 1]."""
+        if not self.think_format:
+            return [self.accuracy]
         from datamodules.language.rewards import think_answer_format
 
-        return [self.accuracy, think_answer_format] if self.think_format else [self.accuracy]
+        return [self.accuracy, think_answer_format]
 
     def accuracy(
         self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language import base
-from datamodules.language.sources import EncodedRecords
+from datamodules.language.on_demand import EncodedRecords
 from rl_modules import DPO, GRPO, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer

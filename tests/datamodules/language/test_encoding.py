@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
 from datamodules.language.encoding import TextEncoder
+from datamodules.language.formats import as_conversation, as_judgement, as_preference
 from datamodules.language.preference import mismatched
-from datamodules.language.records import as_conversation, as_judgement, as_preference
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from datamodules import PreferenceDataModule
-from datamodules.language.records import as_preference, end_of_prompt
+from datamodules.language.formats import as_preference, end_of_prompt
 from datamodules.language.sequences import Pairs
 from rl_modules import DPO, KTO, RewardModel
 from rl_modules.common.errors import UsageError

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from datamodules.language.formats import as_judgement
 from datamodules.language.preference import PreferenceDataModule
-from datamodules.language.records import as_judgement
 from rl_modules import KTO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import kto_loss
