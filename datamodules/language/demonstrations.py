@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from datamodules.language.formats import as_answer
-from datamodules.language.records import PlacedRecord, place_of, refuse
 from datamodules.language.sequences import Sequences
-from datamodules.language.sources import load_records
+from datamodules.language.sources import PlacedRecord, load_records, place_of, refuse
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.notices import notice
-from datamodules.language.records import place_of
+from datamodules.language.sources import place_of
 from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datamodules.language.records import (
+from datamodules.language.sources import (
     TEXTS,
     PlacedRecord,
     as_messages,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from datamodules.language.notices import notice
-from datamodules.language.records import NothingUsable, place_of
+from datamodules.language.sources import NothingUsable, place_of
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 

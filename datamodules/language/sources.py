@@ -1,16 +1,89 @@
-"""Records from a task, a file or a dataset, with one set of checks; those of a large source are read on demand."""
+"""Records from a task, a file or a dataset: their texts and prompts are checked, and an error names their place."""
 
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datamodules.language.notices import notice
-from datamodules.language.records import TEXTS, NothingUsable, as_prompt, as_text, short
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
+
+#: Columns that must be text where they occur, unless the caller names others; numbers become text.
+TEXTS = ("answer", "completion", "chosen", "rejected")
+
+
+class NothingUsable(UsageError):
+    """Raised if all records of a source or of a stream's block are left out; a stream then reads its next block."""
+
+
+class PlacedRecord(dict[str, Any]):
+    """A record with its file and line, or dataset and row, for errors; copies are plain dicts."""
+
+    def __init__(self, record: Record, place: str) -> None:
+        super().__init__(record)
+        self.place = place
+
+
+def place_of(record: Mapping[str, Any], source: str) -> str:
+    """A record's file and line, or dataset and row; where it has none, the name of its source."""
+    return record.place if isinstance(record, PlacedRecord) else source
+
+
+def refuse(place: str, column: str, what: str) -> UsageError:
+    """The sentence about a record that can't be used: its file and line, the column, what is wrong, what is right."""
+    return UsageError(f"{place}: {column!r} {what}")
+
+
+def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+    """A prompt, text or chat messages, checked."""
+    if isinstance(value, str):
+        return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
+    return as_messages(value, f"{place}: 'prompt'")
+
+
+def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
+    """Chat messages, checked: each has a role, and text unless it calls tools; other keys are the chat template's."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
+    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
+    for i, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            raise UsageError(f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
+                             "every algorithm here reads text alone")  # fmt: skip
+        text = message.get("content", "" if message.get("tool_calls") else None)
+        if not isinstance(message.get("role"), str) or not isinstance(text, str):
+            raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content "
+                             f"should be: message {i} lacks one")  # fmt: skip
+        messages[i] = {**message, "content": as_text(text, what)}
+        as_text(json.dumps(message, ensure_ascii=False, default=str), what)
+    return messages
+
+
+def as_text(value: Any, what: str) -> str:
+    """Text, checked; a number as it is written. ``what`` is the place and column, for messages."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise UsageError(f"{what} is {short(value)}, where text should be")
+    try:
+        value.encode()  # JSON may hold half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} has {value[error.start]!a} in place {error.start}, half of a character; it can't be "
+                         "written as UTF-8") from error  # fmt: skip
+    return value
+
+
+def short(value: Any) -> str:
+    """A value's type and beginning, for messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+# ---------------------------------------------------------------- sources
 
 
 def load_records(

@@ -13,6 +13,7 @@ from rl_modules import functional as F
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
+from rl_modules.language.grpo_options import require_advantages
 
 GroupScores = Callable[[Tensor], Tensor]
 
@@ -42,17 +43,6 @@ ADVANTAGES: dict[str, GroupScores] = {
 }
 #: Functions whose baseline is that of the group, which a group of one completion lacks.
 IN_GROUPS = (grpo, dr_grpo, rloo)
-
-
-def path_of(given: str | GroupScores | None) -> str | None:
-    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged."""
-    if given is None or isinstance(given, str):
-        return given
-    path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
-    if not callable(given) or isinstance(given, type) or "<" in path or path.endswith(":"):
-        raise UsageError(f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
-                         "function at the first level of a module, or override score_group in a subclass")  # fmt: skip
-    return path
 
 
 def load_argument(module: Any) -> GroupScores | None:
@@ -119,18 +109,3 @@ def _imported(name: str) -> GroupScores:
         raise UsageError(f"advantages={name!r} is a {type(function).__name__}; name a function from rewards [P, G] to "
                          "advantages [P, G]")  # fmt: skip
     return function
-
-
-def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
-    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones."""
-    enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
-    if not enough or len(advantage) != len(reward):
-        raise UsageError(f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
-                         f"{width} tokens; return one number per completion [B], or per token [B, L]")  # fmt: skip
-    unscored = reward.isnan() if advantage.ndim == 1 else reward.isnan().unsqueeze(1)
-    advantage = torch.where(unscored, 0.0, advantage)
-    if not bool(advantage.isfinite().all()):
-        row = int((~advantage.isfinite()).view(len(reward), -1).any(1).nonzero()[0])
-        raise UsageError(f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
-                         "reward of NaN is none, which nanmean leaves out where mean does not")  # fmt: skip
-    return advantage

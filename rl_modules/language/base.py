@@ -31,11 +31,9 @@ from rl_modules.language.fast.self_check import require_left_to_right, warn_of_n
 from rl_modules.language.learning_rate import beside_scheduler, check_schedule, make_schedule, without_warmup
 from rl_modules.language.metrics import LanguageMetrics, monitors
 from rl_modules.language.models import (
-    check_model_object,
     is_name,
     is_sharded,
     make_model,
-    tokenizer_name,
     without_ignored,
 )
 from rl_modules.language.precision import (
@@ -209,6 +207,8 @@ class LanguageModule(LanguageMetrics):
         if not isinstance(self._given_model, tuple):
             self._given_model = ()
         else:
+            from rl_modules.language.pretrained import check_model_object
+
             check_model_object(self._given_model[0], hp.model_config)
         self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: dict[str, str] = {}
@@ -230,7 +230,11 @@ class LanguageModule(LanguageMetrics):
             if hp.description is not None:
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             else:
-                own = tokenizer_name(self._given_model[0]) if self._given_model else hp.model_name_or_path
+                own = hp.model_name_or_path
+                if self._given_model:
+                    from rl_modules.language.pretrained import tokenizer_name
+
+                    own = tokenizer_name(self._given_model[0])
                 self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or own)
         return self._tokenizer
 

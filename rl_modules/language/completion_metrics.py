@@ -65,12 +65,12 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
                 adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 
 
-def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor], dict]:
-    """Fractions of clipped ratios: the weight of the means, the means, and the extremes over completions."""
+def record_clipping(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> None:
+    """Records fractions of clipped ratios: their means, and their extremes over completions."""
     mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level
     weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
     if module.loss_type == "sapo":
-        return weight, {}, {}
+        return
     ratio = importance_ratio(torch.where(mask, log_prob - batch["log_prob"], 0.0), mask, level)
     counts = torch.ones_like(ratio, dtype=torch.bool) if level == "sequence" else mask
     if advantage.ndim == 1:
@@ -80,7 +80,8 @@ def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[
     share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
     if module.loss_type == "cispo":
         bounded = (counts & (ratio > module.epsilon_high) & (advantage > 0)).sum()
-        return weight, {"cispo_clip_ratio": bounded * share}, {}
+        module.record(weight, cispo_clip_ratio=bounded * share)
+        return
     above = module.epsilon if module.epsilon_high is None else module.epsilon_high
     low = counts & (ratio < 1 - module.epsilon) & (advantage < 0)
     high = counts & (ratio > 1 + above) & (advantage > 0)
@@ -92,4 +93,5 @@ def clip_metrics(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> tuple[
         of_rows = F.masked_mean(clipped.float(), counts, 1)
         least = torch.where(counted, of_rows, 1.0).min() * is_whole * counted.any()
         extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
-    return weight, means, extremes
+    module.record(weight, **means)
+    module.record(**(module.reduced(extremes) if module._world_size > 1 else extremes))

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.core.settings import setting
-from rl_modules.language import advantages as functions
 from rl_modules.language import grpo_options as options
 from rl_modules.language.architecture import wants_router_loss
-from rl_modules.language.completion_metrics import clip_metrics, record_generation
+from rl_modules.language.completion_metrics import record_clipping, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import MODES, correction_of, differs, importance_weights
@@ -71,7 +70,7 @@ class GRPO(PolicyWithReference):
         None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
         "Python also the function itself", kind=str | None, argument="advantages",
-        stores=functions.path_of)  # fmt: skip
+        stores=options.path_of)  # fmt: skip
     importance_sampling_level: str = setting(
         "token", "ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
         "(``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are these with "
@@ -123,16 +122,17 @@ class GRPO(PolicyWithReference):
     def __post_init__(self) -> None:
         super().__post_init__()
         options.refuse_contradictions(self)
-        self.advantage_function = functions.load_argument(self)
+        if self.advantage_function is not None:
+            from rl_modules.language.advantages import load_argument
+
+            self.advantage_function = load_argument(self)
 
     @property
     def wants_reference(self) -> bool:
         return self.beta > 0
 
-    @property
-    def wants_entropy(self) -> bool:
-        """Whether the loss reads the entropies of the tokens' distributions."""
-        return self.top_entropy_quantile < 1 or self.entropy_coef > 0
+    #: Whether the loss reads the entropies of the tokens' distributions.
+    wants_entropy = property(lambda self: self.top_entropy_quantile < 1 or self.entropy_coef > 0)
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
@@ -165,9 +165,11 @@ class GRPO(PolicyWithReference):
         everyone = self.gathered(rollout["reward"])
         advantage = self.advantages(everyone, rollout["num_generations"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
-        fields["advantage"] = functions.require_advantages(advantage, everyone, mask.shape[1])[own]
+        fields["advantage"] = options.require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
-            fields["advantage"] = functions.turn_advantages(self, rollout)
+            from rl_modules.language.advantages import turn_advantages
+
+            fields["advantage"] = turn_advantages(self, rollout)
         needs = "passes" not in rollout and (self.rescores or self.beta)
         passes = self.in_parts(rollout, self.evaluate_completions, filtered) if needs else rollout.get("passes", {})
         fields |= {name: passes[name] for name in passes if name != "entropy"}
@@ -198,7 +200,9 @@ class GRPO(PolicyWithReference):
             [P, G]; 0 where nothing was scored.
         """
         if self.advantage_function is not None:
-            return functions.scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
+            from rl_modules.language.advantages import scores_by
+
+            return scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
         return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
     # ---------------------------------------------------------------- log-probabilities
@@ -251,13 +255,13 @@ class GRPO(PolicyWithReference):
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
-        bonus: Tensor | float = 0.0
-        if entropy is not None:
+        if entropy is None:
+            loss = self.policy_loss(log_prob, batch)
+        else:
             from rl_modules.language.entropy import entropy_terms
 
             batch, bonus = entropy_terms(self, entropy, batch)
-        loss = self.policy_loss(log_prob, batch)
-        loss = loss if entropy is None else loss - bonus
+            loss = self.policy_loss(log_prob, batch) - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
         return loss
 
@@ -290,9 +294,7 @@ class GRPO(PolicyWithReference):
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
         """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
         self.record(loss=loss)
-        weight, means, extremes = clip_metrics(self, log_prob, batch)
-        self.record(weight, **means)
-        self.record(**(self.reduced(extremes) if self._world_size > 1 else extremes))
+        record_clipping(self, log_prob, batch)
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(batch["mask"].sum(), kl=F.masked_mean(kl, batch["mask"]))

@@ -1,11 +1,12 @@
-"""Options of GRPO that exclude each other, or that one of the others makes idle."""
+"""Checks of GRPO: options that exclude each other or make one another idle, and the advantages of a generation."""
 
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.advantages import IN_GROUPS
 
 
 def check_scale(name: str, value: Any) -> str:
@@ -14,6 +15,17 @@ def check_scale(name: str, value: Any) -> str:
     if word not in ("group", "batch", "none"):
         raise UsageError(f"{name}={value!r} must be one of group, batch, none")
     return str(word)
+
+
+def path_of(given: Any) -> str | None:
+    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged."""
+    if given is None or isinstance(given, str):
+        return given
+    path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
+    if not callable(given) or isinstance(given, type) or "<" in path or path.endswith(":"):
+        raise UsageError(f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
+                         "function at the first level of a module, or override score_group in a subclass")  # fmt: skip
+    return path
 
 
 def without_clip(module: Any) -> str | bool:
@@ -57,10 +69,29 @@ def check_run(module: Any) -> None:
     from rl_modules.language.grpo import GRPO
 
     is_own = type(module).advantages is not GRPO.advantages or type(module).score_group is not GRPO.score_group
-    compares = not is_own and module.advantage_function in (None, *IN_GROUPS)
+    compares = not is_own
+    if compares and module.advantage_function is not None:
+        from rl_modules.language.advantages import IN_GROUPS
+
+        compares = module.advantage_function in IN_GROUPS
     if compares and getattr(module.trainer.datamodule, "num_generations", 2) < 2:
         raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
     level, loss_type = module.importance_sampling_level, module.loss_type
     if level != "token" and loss_type != "grpo":
         rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
                        "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip
+
+
+def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
+    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones."""
+    enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
+    if not enough or len(advantage) != len(reward):
+        raise UsageError(f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
+                         f"{width} tokens; return one number per completion [B], or per token [B, L]")  # fmt: skip
+    unscored = reward.isnan() if advantage.ndim == 1 else reward.isnan().unsqueeze(1)
+    advantage = torch.where(unscored, 0.0, advantage)
+    if not bool(advantage.isfinite().all()):
+        row = int((~advantage.isfinite()).view(len(reward), -1).any(1).nonzero()[0])
+        raise UsageError(f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
+                         "reward of NaN is none, which nanmean leaves out where mean does not")  # fmt: skip
+    return advantage

@@ -1,7 +1,6 @@
 """Models of transformers: read from a directory or the hub, copied from an object, or built from a config."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import CLASSES, require_head, unreadable
+from rl_modules.language.architecture import require_head, unreadable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Operations whose results selective checkpointing keeps.
@@ -71,8 +70,12 @@ def make_model(
         if model_name_or_path is None or is_empty:
             model = _HEADS[head].from_config(config, **options, trust_remote_code=False)
         elif isinstance(model_name_or_path, PreTrainedModel):
+            from rl_modules.language.pretrained import copy_of
+
             model = copy_of(model_name_or_path, config, head, **options)
         else:
+            from rl_modules.language.pretrained import read_model
+
             model, found = read_model(_HEADS[head], model_name_or_path, config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(unreadable(str(name or config.model_type), error)) from error
@@ -81,6 +84,8 @@ def make_model(
                          "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
     freeze_unread_parts(model)
     if found is not None:
+        from rl_modules.language.pretrained import require_all_weights
+
         require_all_weights(str(name), model, config, found)
     checkpoint_activations(model, gradient_checkpointing)
     if initialize is not None:
@@ -133,84 +138,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
-# ---------------------------------------------------------------- weights of files
-
-
-def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns a model with the weights of files."""
-    try:
-        # Weights of other shapes are among what was found; without the option they are a RuntimeError.
-        found: tuple[Any, dict[str, Any]] = auto_class.from_pretrained(
-            name, config=config, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
-            **options
-        )  # fmt: skip
-    except pickle.UnpicklingError as error:
-        raise ValueError("its pytorch_model.bin holds code, or is damaged, and code is never run") from error
-    except (RuntimeError, LookupError, TypeError, EOFError) as error:  # what damaged files and indices lead to
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    return found
-
-
-def require_all_weights(name: str, model: nn.Module, config: PretrainedConfig, found: dict[str, Any]) -> None:
-    """Refuses files that lack weights that process text; a causal model's new reward head may be missing."""
-    if shapes := sorted(found["mismatched_keys"]):
-        weight, theirs, ours = shapes[0]
-        raise UsageError(f"model_name_or_path={name!r} has {weight} of shape {tuple(theirs)}, its config of "
-                         f"{tuple(ours)}; leave the sizes of its weights as they are in model_config")  # fmt: skip
-    unread = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
-    is_trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or [])
-    lacking = sorted(key for key in set(found["missing_keys"]) - unread if is_trained or not key.startswith("score."))
-    if not lacking:
-        return
-    others = sorted(found["unexpected_keys"])
-    instead = f" and has {others[0]}, which the model has not" if others else ""
-    raise UsageError(f"model_name_or_path={name!r} lacks {len(lacking)} of the model's weights, such as {lacking[0]}"
-                     f"{instead}; write the model anew with save_pretrained, or leave model_name_or_path out for new "
-                     "weights")  # fmt: skip
-
-
-# ---------------------------------------------------------------- models given as objects
-
-
-def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
-    """Refuses objects that are not complete transformers models, and fields that would contradict the model."""
-    kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        hint = "; give its base model, and adapters by lora={...}" if hasattr(model, "peft_config") else ""
-        raise UsageError(f"model_name_or_path is a {kind}; it takes a directory, a hub name or a model of transformers"
-                         f"{hint}")  # fmt: skip
-    if hasattr(model, "peft_config") or getattr(model, "is_quantized", False):
-        raise UsageError(f"model_name_or_path is a {kind} with adapters or quantized weights; give the plain model, "
-                         "and adapters by lora={...}")  # fmt: skip
-    if model_config:
-        raise UsageError(f"model_config={model_config} can't change a model that is given as an object; change "
-                         f"model.config before, or give the model's name or folder")  # fmt: skip
-
-
 def check_folder(name: str, value: Any) -> Any:
     """Refuses a module in place of a directory or hub name, because no checkpoint could hold it."""
     if isinstance(value, nn.Module):
         raise UsageError(f"{name} is a {type(value).__name__}; it takes a directory or hub name: write the model with "
                          "save_pretrained and give the folder")  # fmt: skip
     return value
-
-
-def copy_of(model: PreTrainedModel, config: Any, head: str, **options: Any) -> PreTrainedModel:
-    """Returns a copy of a model with its weights; the original stays unchanged."""
-    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    cls: Any = CLASSES[head][type(config)]
-    made = cls.from_pretrained(None, config=config, state_dict=state, **options)
-    if made.can_generate() and model.can_generate():
-        made.generation_config = copy.deepcopy(model.generation_config)
-    return made
-
-
-def tokenizer_name(model: PreTrainedModel) -> str:
-    """Returns the directory or hub name from which a model was loaded, which also has its tokenizer."""
-    if not model.name_or_path:
-        raise UsageError("model_name_or_path is a model that was loaded from no directory, so that its tokenizer is "
-                         "not known; give tokenizer_name_or_path, a directory, hub name or tokenizer")  # fmt: skip
-    return model.name_or_path
 
 
 def is_name(value: Any) -> bool:

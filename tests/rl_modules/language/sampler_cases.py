@@ -141,7 +141,7 @@ def fake_vllm(monkeypatch: Any) -> None:
 @contextmanager
 def sampler_of(kind: str, model: Any, monkeypatch: Any) -> Iterator[Any]:
     """A sampler with the model's weights: native, fake vllm, vllm, or servers with either engine."""
-    from rl_modules.language.sampling.factory import make_sampler
+    from rl_modules.language.sampling import make_sampler
 
     if kind == "native":
         yield NativeSampler(model)

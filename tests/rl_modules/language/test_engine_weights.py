@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language import sampling
 from rl_modules.language.architecture import transformers_model
-from rl_modules.language.sampling import factory, vllm, weights
+from rl_modules.language.sampling import make_sampler, vllm, weights
 from rl_modules.language.sampling.engine import NativeEngine, check_engine
-from rl_modules.language.sampling.factory import make_sampler
 from rl_modules.language.sampling.vllm import sampling_params
 from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
 from tests.conformance.architectures import ARCHITECTURES, network
@@ -237,6 +237,6 @@ def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None
 
 
 def test_vllm_on_split_weights_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr(factory, "is_sharded", lambda model: True)
+    monkeypatch.setattr(sampling, "is_sharded", lambda model: True)
     with pytest.raises(UsageError, match="sampler=vllm has whole weights on each rank, and the strategy splits them"):
         make_sampler("vllm", {}, None, tiny_model(), ranks=(0, 2, 0))

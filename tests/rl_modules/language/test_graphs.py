@@ -21,8 +21,7 @@ from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast import graphs, grouped_attention
 from rl_modules.language.lora import add_lora
-from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
-from rl_modules.language.sampling.factory import check_sampler, make_sampler
+from rl_modules.language.sampling import NativeSampler, check, check_sampler, make_sampler, own_generate, sample
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_graph import use_tapes
 from tests.marks import quick

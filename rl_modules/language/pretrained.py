@@ -1,0 +1,80 @@
+"""Weights of pretrained models: read from files, or copied from a model that is given as an object."""
+
+import copy
+import pickle
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import CLASSES
+
+
+def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns a model with the weights of files."""
+    try:
+        # Weights of other shapes are among what was found; without the option they are a RuntimeError.
+        found: tuple[Any, dict[str, Any]] = auto_class.from_pretrained(
+            name, config=config, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+            **options
+        )  # fmt: skip
+    except pickle.UnpicklingError as error:
+        raise ValueError("its pytorch_model.bin holds code, or is damaged, and code is never run") from error
+    except (RuntimeError, LookupError, TypeError, EOFError) as error:  # what damaged files and indices lead to
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def require_all_weights(name: str, model: nn.Module, config: PretrainedConfig, found: dict[str, Any]) -> None:
+    """Refuses files that lack weights that process text; a causal model's new reward head may be missing."""
+    if shapes := sorted(found["mismatched_keys"]):
+        weight, theirs, ours = shapes[0]
+        raise UsageError(f"model_name_or_path={name!r} has {weight} of shape {tuple(theirs)}, its config of "
+                         f"{tuple(ours)}; leave the sizes of its weights as they are in model_config")  # fmt: skip
+    unread = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
+    is_trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or [])
+    lacking = sorted(key for key in set(found["missing_keys"]) - unread if is_trained or not key.startswith("score."))
+    if not lacking:
+        return
+    others = sorted(found["unexpected_keys"])
+    instead = f" and has {others[0]}, which the model has not" if others else ""
+    raise UsageError(f"model_name_or_path={name!r} lacks {len(lacking)} of the model's weights, such as {lacking[0]}"
+                     f"{instead}; write the model anew with save_pretrained, or leave model_name_or_path out for new "
+                     "weights")  # fmt: skip
+
+
+# ---------------------------------------------------------------- models given as objects
+
+
+def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
+    """Refuses objects that are not complete transformers models, and fields that would contradict the model."""
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        hint = "; give its base model, and adapters by lora={...}" if hasattr(model, "peft_config") else ""
+        raise UsageError(f"model_name_or_path is a {kind}; it takes a directory, a hub name or a model of transformers"
+                         f"{hint}")  # fmt: skip
+    if hasattr(model, "peft_config") or getattr(model, "is_quantized", False):
+        raise UsageError(f"model_name_or_path is a {kind} with adapters or quantized weights; give the plain model, "
+                         "and adapters by lora={...}")  # fmt: skip
+    if model_config:
+        raise UsageError(f"model_config={model_config} can't change a model that is given as an object; change "
+                         f"model.config before, or give the model's name or folder")  # fmt: skip
+
+
+def copy_of(model: PreTrainedModel, config: Any, head: str, **options: Any) -> PreTrainedModel:
+    """Returns a copy of a model with its weights; the original stays unchanged."""
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    cls: Any = CLASSES[head][type(config)]
+    made = cls.from_pretrained(None, config=config, state_dict=state, **options)
+    if made.can_generate() and model.can_generate():
+        made.generation_config = copy.deepcopy(model.generation_config)
+    return made
+
+
+def tokenizer_name(model: PreTrainedModel) -> str:
+    """Returns the directory or hub name from which a model was loaded, which also has its tokenizer."""
+    if not model.name_or_path:
+        raise UsageError("model_name_or_path is a model that was loaded from no directory, so that its tokenizer is "
+                         "not known; give tokenizer_name_or_path, a directory, hub name or tokenizer")  # fmt: skip
+    return model.name_or_path
