@@ -88,7 +88,7 @@ def test_a_job_of_two_hosts_goes_on_after_one_was_lost(hosts: Hosts, tmp_path: P
     assert [process.wait(240) for process in hosts.start(whole)] == [0, 0], hosts.output(whole)
 
     torchruns = hosts.start(killed)
-    last = killed / "logs/PPO-Pendulum-v1/version_0/checkpoints/last.ckpt"
+    last = killed / "logs/run/version_0/checkpoints/last.ckpt"
     while not last.exists():
         assert torchruns[0].poll() is None, hosts.output(killed)
         time.sleep(0.01)
@@ -97,5 +97,5 @@ def test_a_job_of_two_hosts_goes_on_after_one_was_lost(hosts: Hosts, tmp_path: P
     assert all(process.wait(120) != 0 for process in torchruns), hosts.output(killed)
 
     assert [process.wait(240) for process in hosts.start(killed)] == [0, 0], hosts.output(killed)
-    assert "resuming from logs/PPO-Pendulum-v1/version_0/checkpoints/last.ckpt" in hosts.output(killed)
+    assert "resuming from logs/run/version_0/checkpoints/last.ckpt" in hosts.output(killed)
     assert chaos.compare(whole, killed) == []

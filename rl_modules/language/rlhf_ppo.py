@@ -12,6 +12,7 @@ from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
+from rl_modules.language.fast.early_gradient import loss_of
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
@@ -212,25 +213,39 @@ class RLHFPPO(PolicyWithReference):
         """Returns log π and V of the completions' tokens and, with ``entropy``, the entropies, [b, L] each."""
         text = (tokens, prompt_length, length)
         extent = extent_of(prompt_length, length) if extent is None else extent
-        if self.value_head is not None:
-            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent, filtered)
-        else:
+        if self.value_head is None:
             log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy, extent, filtered)
-            value = token_values(self.value_model, *text, extent[2]) - self.reward_offset
+            return log_prob, self.values(*text, extent), spread
+        log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent, filtered)
         return log_prob, torch.where(completion_mask(length, extent[2]), value, 0.0), spread
+
+    def values(self, tokens: Tensor, prompt_length: Tensor, length: Tensor, extent: Extent) -> Tensor:
+        """Returns the value model's V of the completions' tokens, [b, L]."""
+        value = token_values(self.value_model, tokens, prompt_length, length, extent[2]) - self.reward_offset
+        return torch.where(completion_mask(length, extent[2]), value, 0.0)
 
     # ---------------------------------------------------------------- optimization
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
-        log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch), filtered=self.filter_of(batch))
+        extent, filtered = extent_in(batch) or extent_of(*text[1:]), self.filter_of(batch)
+        # Means over this micro-batch become parts of the mean over the step; Lightning divides by their number.
+        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
+        if self.value_head is None:
+            weighted_value_loss, value_loss, value = loss_of(
+                self.value_model, lambda: self.values(*text, extent), lambda value: self.value_loss(value, batch),
+                share * self.vf_coef,
+            )  # fmt: skip
+            log_prob, _ = completion_log_probs(self.model, *text, self.temperature, False, extent, filtered)
+        else:
+            log_prob, value, _ = self.policy_and_value(*text, extent=extent, filtered=filtered)
+            value_loss = self.value_loss(value, batch)
+            weighted_value_loss = share * self.vf_coef * value_loss
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
-        policy_loss, value_loss = self.policy_loss(log_prob, batch), self.value_loss(value, batch)
-        # Means over this micro-batch become parts of the mean over the step; Lightning divides by their number.
-        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
-        loss = share * (policy_loss + self.vf_coef * value_loss)
+        policy_loss = self.policy_loss(log_prob, batch)
+        loss = share * policy_loss + weighted_value_loss
         self.record_minibatch(log_prob.detach(), value.detach(), policy_loss, value_loss, batch)
         if self.ptx_coef or "ptx_tokens" in batch:
             loss = loss + self.ptx_coef * self.demonstration_loss(batch)

@@ -336,6 +336,37 @@ def test_micro_batches_make_the_same_step(make, model):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.fast_path
+@pytest.mark.parametrize(
+    ("model", "trainer"),
+    [({}, {}), ({"lora": {"r": 2, "target_modules": "all-linear"}}, {}), ({"gradient_checkpointing": True}, {}),
+     ({}, {"precision": "bf16-mixed"}), ({}, {"accumulate_grad_batches": 3})],
+)  # fmt: skip
+def test_the_value_models_gradient_is_taken_before_the_policys_pass_and_is_that_of_one_backward_pass(
+    make, monkeypatch, model, trainer
+):
+    def trained(fast: bool) -> tuple[torch.Tensor, list[str]]:
+        monkeypatch.setattr("rl_modules.language.fast.early_gradient.is_fast", lambda: fast)
+        events: list[str] = []
+
+        class Spy(RLHFPPO):
+            def on_train_start(self):
+                self.model.register_forward_hook(lambda *_: events.append("policy"))
+                self.value_model.score.register_full_backward_hook(lambda *_: events.append("value"))
+
+            def training_step(self, batch, batch_idx):
+                events.clear()
+                return super().training_step(batch, batch_idx)
+
+        module, data = make(Spy, {"num_iterations": 2, "batch_size": 6}, vf_coef=0.3, optimizer=sgd, **model)
+        fit(module, data, max_steps=3, **trainer)
+        return weights(module), events
+
+    (early, order), (late, other) = trained(True), trained(False)
+    assert order == ["value", "policy"] and other == ["policy", "value"]
+    torch.testing.assert_close(early, late, atol=1e-7, rtol=1e-6)
+
+
 # -------------------------------------------------------------------- models beside the policy
 
 
