@@ -21,7 +21,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
 from rl_modules.core.seams import check_pairing, name_missing_field
 from rl_modules.core.settings import setting, warn_of_idle
-from rl_modules.core.state import forget_state, load_state, state_of
+from rl_modules.core.state import forget_state, state_of
 
 Batch = dict[str, Any]
 
@@ -368,6 +368,8 @@ class ControlDataModule(Experience):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state` returned."""
+        from rl_modules.core.restore import load_state
+
         device = self.learner_trainer.strategy.root_device
         # Replayed experience, and the generator of its actions, are on the CPU.
         self.collector.load_state_dict(state["collector"], "cpu" if self.kind == "replay" else device)

@@ -14,7 +14,8 @@ from datamodules.experience import available_bytes
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
-from rl_modules.core.state import Stateful, like
+from rl_modules.core.restore import like
+from rl_modules.core.state import Stateful
 
 log = logging.getLogger(__name__)
 

@@ -243,31 +243,21 @@ def make_collector(data: Any) -> Collector:
                 from datamodules.tensor_collector import TensorCollector
 
                 kind = TensorCollector
+    normalizers = None
+    if data.norm_obs or data.norm_reward:
+        from datamodules.normalization import make_normalizers
+
+        normalizers = make_normalizers(data)
     return kind(
         envs,
         streams=[stream_seed(data.seed, data._rank, "train", i) for i in range(data.n_envs)],
         generator_seed=stream_seed(data.seed, data._rank, "actions"),
         name=data.env_name,
-        normalizers=_make_normalizers(data) if data.norm_obs or data.norm_reward else None,
+        normalizers=normalizers,
         sign_reward=data.sign_reward,
         stats_window_size=data.hparams["stats_window_size"],
         returns_raw=data.kind == "replay",
     )
-
-
-def _make_normalizers(data: Any) -> Any:
-    from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
-
-    clip_obs, clip_reward, gamma = data.hparams["clip_obs"], data.hparams["clip_reward"], data.norm_gamma
-    if gamma is None:
-        gamma = getattr(data.learner, "gamma", 0.99) if data.has_learner else 0.99
-    normalizers = Normalizers(
-        ObservationNormalizer(data.observation_space, clip_obs) if data.norm_obs else None,
-        RewardNormalizer(data.n_envs, gamma, clip_reward) if data.norm_reward else None,
-    )
-    for part in normalizers.parts() if data._world_size > 1 else ():
-        part.track_own()
-    return normalizers
 
 
 # ---------------------------------------------------------------- calls of the algorithm

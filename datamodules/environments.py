@@ -20,7 +20,7 @@ from datamodules.envs.vector import (
 )
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
-from rl_modules.common.spaces import example_arrays, space_brief, space_to_dict, tree_leaves
+from rl_modules.common.spaces import example_arrays, space_to_dict, tree_leaves
 
 Wrappers = list[str | dict[str, Any]]
 #: Gymnasium's wrappers with running statistics, and the argument of the datamodule that does the same.
@@ -238,6 +238,8 @@ class Environments:
     @staticmethod
     def _require_spaces(trained: dict[str, gym.Space], evaluated: dict[str, gym.Space]) -> None:
         """Raises where training and evaluation have other spaces, bounds aside."""
+        from rl_modules.checkpoints import space_brief
+
         for name, space in trained.items():
             here, there = space_brief(space), space_brief(evaluated[name])
             if here != there:

@@ -1,6 +1,7 @@
 """Rollout, advantages and updates as one function that can be recorded, with environments in torch."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,20 @@ class RecordedIteration(Recorded):
                                  "them out")  # fmt: skip
 
     # ---------------------------------------------------------------- one step of Lightning's loop
+
+    def iterations(self) -> Iterator[dict[str, Any]]:
+        """One epoch's iterations, as a datamodule yields their minibatches; the step collects by itself."""
+        data = self.data
+        per_rollout, position, length = data._batches_per_rollout, data._position, data._layout["length"]
+        for _ in range(data.rollouts_per_epoch):
+            position = (0 if position >= length else position) + per_rollout
+            batch = self.begin()
+            data.num_timesteps += data.n_envs * data.n_steps
+            data._position = position
+            if data.num_timesteps >= data.total_timesteps:
+                data.learner_trainer.should_stop = True
+                data._position = length
+            yield batch
 
     def begin(self) -> dict[str, Any]:
         """Called before the iteration counts; returns the batch with which Lightning calls the step."""

@@ -176,7 +176,7 @@ class RolloutDataModule(ControlDataModule):
         self._check_batch_size(self.batch_size, self.n_envs * self.n_steps)  # a callback may have set it
         self.begin_statistics()
         if self._is_recorded:
-            return LazyLoader(self.rollouts_per_epoch, self._iterations)
+            return LazyLoader(self.rollouts_per_epoch, lambda: self._recorded.iterations())
         return LazyLoader(self._layout["length"], self._minibatches)
 
     @property
@@ -189,19 +189,6 @@ class RolloutDataModule(ControlDataModule):
 
         self._recorded = RecordedIteration(self)
         return self._recorded
-
-    def _iterations(self) -> Iterator[Batch]:
-        """One epoch's iterations, as :meth:`_minibatches` yields their minibatches; the step collects by itself."""
-        per_rollout, position, length = self._batches_per_rollout, self._position, self._layout["length"]
-        for _ in range(self.rollouts_per_epoch):
-            position = (0 if position >= length else position) + per_rollout
-            batch = self._recorded.begin()
-            self.num_timesteps += self.n_envs * self.n_steps
-            self._position = position
-            if self.num_timesteps >= self.total_timesteps:
-                self.learner_trainer.should_stop = True
-                self._position = length
-            yield batch
 
     def metrics(self) -> dict[str, float]:
         if self._recorded is not None:

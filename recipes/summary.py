@@ -18,9 +18,9 @@ from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder, write_hparams
 from recipes.comparison import METRICS
-from rl_modules.common.spaces import image_brief
 from rl_modules.core.curves import write_point
 from rl_modules.loggers import flat_settings
+from rl_modules.networks.nature_cnn import image_brief
 from rl_modules.ranks import launches
 
 

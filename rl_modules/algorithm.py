@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from rl_modules.core.state import (
     Stateful,
     declared,
     forget_state,
-    load_state,
     persistent,
     state_of,
     transient,
@@ -30,42 +28,14 @@ CHECKPOINT = "checkpoint_of_rank"
 class Run(Stateful):
     """What a run needs beside the state that its algorithm declares; a new one begins with each fit."""
 
-    # Values that hold once per epoch, and objects of torchmetrics.
-    latest: dict[str, Tensor | float] = persistent({})
-    objects: dict[str, Any] = transient({})
-    #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
-    logs_this_epoch: bool = transient(True)
-    #: Metrics and place of the point of the curves that this epoch's end writes; None: none is due.
-    point: tuple[dict[str, float], int] | None = transient()
     #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
     grad_norm: Tensor | None = persistent()
-
-    #: Processes that train together.
-    n_ranks: int = transient(1)
-    #: Whether some rows of rollouts are resets and no transitions, so that ranks have different numbers of these.
-    has_resets: bool = transient(True)
-    #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
-    scheduled_at: int = transient(-1)
-    rate_applied: float | str | None = transient()
-    #: Transitions when ``end_rollout`` was last called.
-    ended_at: int = persistent(0)
-    #: Matrices of state-dependent noise for the rollout that is being collected.
-    noise_matrices: Any = transient()
-    #: The last advantages of a minibatch, and what whitening made of them.
-    whitened: tuple[Tensor, Tensor] | None = transient()
-    #: Source of the samples of ``predict``.
-    predict_generator: torch.Generator | None = transient()
-
     #: Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     gradients: dict[str, Tensor] = transient({})
     generators: GlobalGenerators = transient(lambda run: GlobalGenerators())
     #: Whether a checkpoint was loaded, and whether this fit's training has begun.
     resumes: bool = transient(False)
     has_begun: bool = transient(False)
-    #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
-    optimizers_saved: list[str] | None = transient()
-    #: Factories of the loaded checkpoint that this module was not given.
-    missing_factories: dict[str, str] = transient({})
     #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
     began_at: tuple[int, int] = transient((0, 0))
     #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
@@ -108,9 +78,7 @@ class Algorithm(Declared, L.LightningModule):
 
     def begin_run(self) -> None:
         """Resets the state of a run, at the start of each ``fit``, before a checkpoint is loaded; weights stay."""
-        missing = self.run.missing_factories
         forget_state(self)
-        self.run.missing_factories = missing
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         """Returns the gradients of an unfinished optimizer step by parameter, on the CPU; empty between steps."""
@@ -144,6 +112,7 @@ class Algorithm(Declared, L.LightningModule):
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         from rl_modules.common.checkpoint_file import widen
+        from rl_modules.core.restore import load_state
         from rl_modules.ranks import of_this_rank
 
         widen(self, checkpoint.get("state_dict", {}))

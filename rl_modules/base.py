@@ -28,10 +28,12 @@ from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learn
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
+from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, class_names, clip_grad_norm
 from rl_modules.run import (
     ControlLoop,
+    ControlRun,
     begin_target,
     build,
     draw,
@@ -148,6 +150,7 @@ class ControlModule(Algorithm):
         "rollout, advantages and updates, with a replay buffer the update. Without CUDA the same function is "
         "called")  # fmt: skip
 
+    run: ControlRun = transient(lambda m: ControlRun())
     #: What makes the optimizer and the scheduler; None: the algorithm's.
     optimizer_factory: OptimizerFactory | None
     scheduler_factory: SchedulerFactory | None
@@ -247,7 +250,9 @@ class ControlModule(Algorithm):
         return super().load_state_dict(state_dict, strict, assign)
 
     def begin_run(self) -> None:
+        missing = self.run.missing_factories
         super().begin_run()
+        self.run.missing_factories = missing
         self.run.rate_applied = self.learning_rate
         if self.graph:
             self.__dict__.pop("training_step", None)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rl_modules.common.arguments import name_of, settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import SPACES, space_brief, space_from_dict, space_to_dict, tree_map, without_integers
+from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict, tree_map
 from rl_modules.contract import Statistics
 from rl_modules.fast.adam import class_names
 
@@ -85,6 +85,22 @@ def statistics_to_tensors(tree: Statistics) -> Any:
 
 
 # ---------------------------------------------------------------- spaces
+
+
+def space_brief(space: spaces.Space | dict[str, Any]) -> str:
+    """Returns a one-line description of a space, without its bounds and the dtypes of choices."""
+    data = without_integers(space if isinstance(space, dict) else space_to_dict(space))
+    return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
+
+
+def without_integers(data: Any) -> Any:
+    """Returns a description without the dtypes of choices, which no weight depends on."""
+    if isinstance(data, list):
+        return [without_integers(part) for part in data]
+    if not isinstance(data, dict):
+        return data
+    chooses = data.get("type") in ("Discrete", "MultiDiscrete")
+    return {key: without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
 
 
 def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:

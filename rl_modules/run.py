@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from rl_modules.algorithm import begin_training
+from rl_modules.algorithm import Run, begin_training
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
@@ -16,7 +16,39 @@ from rl_modules.core.curves import hand_to_callbacks, write_evaluation, write_po
 from rl_modules.core.hooks import OfRun, draw_over
 from rl_modules.core.seams import check_schedulers
 from rl_modules.core.settings import warn_of_idle
+from rl_modules.core.state import persistent, transient
 from rl_modules.networks.encoders import extractor_of
+
+
+class ControlRun(Run):
+    """What a run of a control algorithm needs beside the state that its class declares."""
+
+    # Values that hold once per epoch, and objects of torchmetrics.
+    latest: dict[str, Tensor | float] = persistent({})
+    objects: dict[str, Any] = transient({})
+    #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
+    logs_this_epoch: bool = transient(True)
+    #: Metrics and place of the point of the curves that this epoch's end writes; None: none is due.
+    point: tuple[dict[str, float], int] | None = transient()
+    #: Processes that train together.
+    n_ranks: int = transient(1)
+    #: Whether some rows of rollouts are resets and no transitions, so that ranks have different numbers of these.
+    has_resets: bool = transient(True)
+    #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
+    scheduled_at: int = transient(-1)
+    rate_applied: float | str | None = transient()
+    #: Transitions when ``end_rollout`` was last called.
+    ended_at: int = persistent(0)
+    #: Matrices of state-dependent noise for the rollout that is being collected.
+    noise_matrices: Any = transient()
+    #: The last advantages of a minibatch, and what whitening made of them.
+    whitened: tuple[Tensor, Tensor] | None = transient()
+    #: Source of the samples of ``predict``.
+    predict_generator: torch.Generator | None = transient()
+    #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
+    optimizers_saved: list[str] | None = transient()
+    #: Factories of the loaded checkpoint that this module was not given.
+    missing_factories: dict[str, str] = transient({})
 
 
 class ControlLoop(OfRun):

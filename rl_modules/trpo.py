@@ -21,7 +21,7 @@ from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution
 from rl_modules.fast.adam import clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
-from rl_modules.networks.actor_critic import ValueNetwork
+from rl_modules.networks.critics import ValueNetwork
 
 
 def check_radius(name: str, value: Any) -> Any:

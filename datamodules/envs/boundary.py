@@ -1,9 +1,8 @@
 """What environments return, checked once where it enters: shapes, dtypes, numbers, names of infos, and errors."""
 
 import contextlib
-import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -123,7 +122,9 @@ class Boundary:
         try:
             observation, info = self.envs.reset(**arguments)
         except (Exception, SystemExit) as error:
-            self._raise_in_one_sentence(error)
+            from datamodules.envs.failures import raise_in_one_sentence
+
+            raise_in_one_sentence(self.envs, self.name, error)
         if not self.has_episodes:
             self._require(self._misfit_of_batch(observation))
             merges = isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -137,7 +138,9 @@ class Boundary:
         try:
             returned: Any = self.envs.step(action)
         except (Exception, SystemExit) as error:
-            self._raise_in_one_sentence(error)
+            from datamodules.envs.failures import raise_in_one_sentence
+
+            raise_in_one_sentence(self.envs, self.name, error)
         if self.has_episodes:
             return returned
         if not isinstance(returned, tuple) or len(returned) != 5 or not isinstance(returned[4], dict):
@@ -204,30 +207,6 @@ class Boundary:
                                  "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
                                  "observation after the reset; return a copy (state.copy()), or give it "
                                  "AutoresetMode.NEXT_STEP")  # fmt: skip
-
-    def _raise_in_one_sentence(self, error: BaseException) -> NoReturn:
-        """Names the process that died instead of its broken pipe, or the line that raised."""
-        if isinstance(error, UsageError):
-            raise error
-        processes = getattr(self.envs, "processes", [])
-        died = isinstance(error, EOFError | BrokenPipeError | ConnectionResetError)
-        dead = []
-        for i, process in enumerate(processes if died else ()):
-            process.join(0.1)  # its end may not have been noticed yet
-            if not process.is_alive():
-                dead.append(f"{i} (exit code {process.exitcode})")
-        if died or processes:
-            for process in processes:
-                process.terminate()
-            self.envs.closed = True  # closing would wait for answers that never come
-        if died:
-            raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; resume from "
-                             "the last checkpoint with --resume") from error  # fmt: skip
-        # The frame that called `exit()` is the environment's.
-        place = [x for x in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in x.filename][-1]
-        where = "its own traceback stands above" if processes else f"{place.filename}:{place.lineno}"
-        raise UsageError(f"the environment {self.name} raised {type(error).__name__}: {error} ({where}); fix it, then "
-                         "resume from the last checkpoint with --resume") from error  # fmt: skip
 
 
 # ---------------------------------------------------------------- numbers

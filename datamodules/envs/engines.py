@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.envs.masks import VectorWithoutMasks
 from datamodules.envs.vector import EnvId, environment_name, has_mask, register_games
+from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.masks import MASK, mask_size
-from rl_modules.common.spaces import space_brief
 
 
 def make_engine(

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import importlib
-import re
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +13,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from datamodules.envs.episodes import SeededEpisodes
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.masks import MASK, mask_size, split_space
-
-#: Extras of this project, by the package that an environment imports.
-EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
 
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
@@ -112,20 +107,6 @@ def _make_seeded(
     return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks), expects_no_masks=masks is None)
 
 
-#: Games that other libraries call by their name alone.
-_GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider", "Enduro", "MsPacman", "Freeway")
-
-
-def _remedy(name: str) -> str:
-    """Returns a clause that says how to register an environment that Gymnasium does not know."""
-    if re.search(r"NoFrameskip|Deterministic-v|-ram", name) or name.partition("-v")[0] in _GAMES:
-        game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
-        return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
-    near = did_you_mean(name, gym.registry)
-    return near or ("; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "
-                    "function that makes it as my_module:make_env")  # fmt: skip
-
-
 def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     name = environment_name(env_id)
     if isinstance(env_id, VectorEnv):
@@ -141,22 +122,12 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         if str(env_id).startswith("ALE/"):
             register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
-    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
-        raise UsageError(f"env_id={name!r} is not a known environment{_remedy(name)}") from error
-    except gym.error.Error as error:
-        # Deprecated and missing versions: Gymnasium names the right one.
-        raise UsageError(f"env_id={name!r} can't be made: {error}") from error
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        places = traceback.extract_tb(error.__traceback__)
-        # A callable that takes no such arguments raises where it is called, here; Gymnasium's ids in Gymnasium.
-        if isinstance(error, TypeError) and (factory is None or len(places) == 1):
-            raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
-        raise UsageError(f"the environment {name} can't be made: {type(error).__name__}: {error} "
-                         f"({places[-1].filename}:{places[-1].lineno})") from error  # fmt: skip
+        from datamodules.envs.failures import refuse_environment
+
+        refuse_environment(env_id, name, env_kwargs, factory, error)
 
 
 def register_games(env_id: str) -> None:
@@ -164,7 +135,9 @@ def register_games(env_id: str) -> None:
     try:
         importlib.import_module("ale_py")
     except ModuleNotFoundError as error:
-        raise UsageError(_missing_extra(f"the environment {env_id}", str(error))) from error
+        from datamodules.envs.failures import missing_extra
+
+        raise UsageError(missing_extra(f"the environment {env_id}", str(error))) from error
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
@@ -203,7 +176,9 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     try:
         return found(env, **arguments)
     except gym.error.DependencyNotInstalled as error:
-        raise UsageError(_missing_extra(f"the wrapper {name}", str(error))) from error
+        from datamodules.envs.failures import missing_extra
+
+        raise UsageError(missing_extra(f"the wrapper {name}", str(error))) from error
     except TypeError as error:
         raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
     except UsageError:
@@ -211,16 +186,6 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     except (gym.error.Error, ValueError, AssertionError) as error:
         reason = str(error) or type(error).__name__
         raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
-
-
-def _missing_extra(who: str, message: str) -> str:
-    from rl_modules.common.extras import install
-
-    folded = message.lower()
-    for mark, extra in EXTRAS.items():
-        if mark in folded:
-            return f"{who} needs a package that is not installed: {install(extra)}"
-    return f"{who} needs a package that is not installed: {message}"
 
 
 # ---------------------------------------------------------------- masks

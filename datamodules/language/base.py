@@ -20,7 +20,7 @@ from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.state import forget_state, load_state, state_of
+from rl_modules.core.state import forget_state, state_of
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
@@ -466,5 +466,7 @@ class LanguageDataModule(LanguageArguments):
         from rl_modules.ranks import state_of_rank
 
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
+        from rl_modules.core.restore import load_state  # only a run that resumes needs it
+
         load_state(self, own, self.learner_trainer.strategy.root_device)
         self._position = self._resumed(own["position"], own["layout"])

@@ -68,22 +68,6 @@ def _integers_of(space: spaces.Discrete | spaces.MultiDiscrete) -> dict[str, str
     return {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
 
 
-def space_brief(space: spaces.Space | dict[str, Any]) -> str:
-    """Returns a one-line description of a space, without its bounds and the dtypes of choices."""
-    data = without_integers(space if isinstance(space, dict) else space_to_dict(space))
-    return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
-
-
-def without_integers(data: Any) -> Any:
-    """Returns a description without the dtypes of choices, which no weight depends on."""
-    if isinstance(data, list):
-        return [without_integers(part) for part in data]
-    if not isinstance(data, dict):
-        return data
-    chooses = data.get("type") in ("Discrete", "MultiDiscrete")
-    return {key: without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
-
-
 def require_observation(space: spaces.Space, arrays: Any) -> bool:
     """Returns whether this is one observation (true) or a batch (false)."""
     expected = tree_leaves(example_arrays(space))
@@ -124,16 +108,6 @@ def image_shape(space: spaces.Box) -> tuple[int, int, int]:
         return (shape[0] * shape[3], shape[1], shape[2]) if last else (shape[0] * shape[1], shape[2], shape[3])
     last = shape[-1] < shape[0]
     return (shape[2], shape[0], shape[1]) if last else (shape[0], shape[1], shape[2])
-
-
-def image_brief(space: spaces.Space) -> str | None:
-    """Describes the image that a convolutional encoder reads, in one line; None if the space is not an image."""
-    if not isinstance(space, spaces.Box) or not is_image(space):
-        return None
-    channels, height, width = image_shape(space)
-    kind = "channel" if channels == 1 else "channels"
-    divided = f"divided by {pixel_scale(space) or 255:g}"
-    return f"image of {height}×{width} pixels, {channels} {kind} ({space.dtype}, {divided}), from Box{space.shape}"
 
 
 def pixel_scale(space: spaces.Box) -> float | None:

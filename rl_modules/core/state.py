@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves, tree_map
 
 #: Keys of the dictionaries in which a checkpoint holds what weights_only=True does not load.
@@ -69,6 +68,8 @@ class Stateful:
         return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+        from rl_modules.core.restore import load_state  # only a run that resumes needs it
+
         load_state(self, state, device)
 
 
@@ -90,21 +91,6 @@ def state_of(obj: Any, complete: bool = True) -> dict[str, Any]:
     return {name.lstrip("_"): pack(getattr(obj, name)) for name in names}
 
 
-def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:
-    """Restores what :func:`state_of` returned."""
-    for name in declared(obj, kept=True):
-        key, field = name.lstrip("_"), getattr(type(obj), name)
-        if field.argument and settings and settings.get(field.argument) != field.value_for(obj):
-            continue
-        if key not in saved:
-            continue
-        if saved[key] is None and field.initial is None and not hasattr(getattr(obj, name), "load_state_dict"):
-            setattr(obj, name, None)
-        else:
-            makes_own = isinstance(saved[key], dict) and GENERATOR in saved[key]
-            setattr(obj, name, unpack(saved[key], None if makes_own else getattr(obj, name), key, device))
-
-
 def pack(x: Any) -> Any:
     """A value as a checkpoint holds it."""
     if isinstance(x, Tensor):
@@ -120,46 +106,6 @@ def pack(x: Any) -> Any:
     if isinstance(x, list | deque):
         return [pack(value) for value in x]
     return x.state_dict() if hasattr(x, "state_dict") else x
-
-
-def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
-    """The inverse of :func:`pack`; ``here`` is the present value, whose place this takes."""
-    if isinstance(here, Stateful):
-        here.load_state_dict(saved, device)
-        return here
-    if hasattr(here, "load_state_dict"):
-        here.load_state_dict(saved)
-        return here
-    is_array = isinstance(saved, dict) and ARRAY in saved
-    if isinstance(here, Tensor):
-        return like(saved, here, name).to(here.device)
-    if isinstance(here, np.ndarray):
-        return like(saved[ARRAY] if is_array else saved, here, name)
-    if isinstance(saved, Tensor):
-        return saved.to(device)
-    if is_array:
-        return saved[ARRAY].numpy().copy()
-    if isinstance(saved, dict) and GENERATOR in saved:
-        on = torch.device(device)
-        generator = Generator(on if on.type == saved["device"] else saved["device"])
-        generator.set_state(saved[GENERATOR].cpu())
-        return generator
-    if isinstance(saved, dict):
-        known = here if isinstance(here, dict) else {}
-        return {key: unpack(value, known.get(key), f"{name}.{key}", device) for key, value in saved.items()}
-    if isinstance(saved, list | tuple):
-        values = [unpack(value, None, name, device) for value in saved]
-        return deque(values, here.maxlen) if isinstance(here, deque) else type(saved)(values)
-    return saved
-
-
-def like(saved: Any, here: Any, name: str) -> Any:
-    """Returns a saved tensor that takes the place of an array or tensor of this run."""
-    if not isinstance(saved, Tensor) or saved.shape != here.shape or saved.dtype != torch.as_tensor(here).dtype:
-        found = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, Tensor) else repr(saved)[:60]
-        raise UsageError(f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "
-                         "resume with the environments and settings that it was written with")  # fmt: skip
-    return saved if isinstance(here, Tensor) else saved.numpy().copy()
 
 
 # ---------------------------------------------------------------- global generators

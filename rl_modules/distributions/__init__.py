@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.distributions.categorical import Categorical, MultiCategorical
+from rl_modules.distributions.categorical import Categorical
 
 
 class Distribution(Protocol):
@@ -95,6 +95,8 @@ def make_distribution(
 
         return DiagGaussian(parameters, log_std, matrix_shape(space))
     if isinstance(space, spaces.MultiDiscrete):
+        from rl_modules.distributions.multi_categorical import MultiCategorical
+
         return MultiCategorical(parameters, space.nvec.tolist())
     if isinstance(space, spaces.MultiBinary):
         from rl_modules.distributions.bernoulli import Bernoulli

@@ -165,6 +165,29 @@ def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> 
     return ((ratio - 1).abs() > clip_range).float().mean()
 
 
+def approx_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """KL between the policies before and after an update: the mean of k3 over samples of the old policy.
+
+    KL(π_old || π) ≈ mean_i (e^{d_i} - 1 - d_i),   d = log_prob - old_log_prob
+
+    Args:
+        log_prob: log π(a|s) in nats, any shape S.
+        old_log_prob: the same under the policy that acted, shape S.
+
+    Returns:
+        Scalar in nats, never negative, detached.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Stable-Baselines3 logs it as ``train/approx_kl`` and
+        compares it with ``target_kl``.
+    """
+    require_same_shape(log_prob=log_prob, old_log_prob=old_log_prob)
+    difference = as_constant(log_prob) - as_constant(old_log_prob)
+    return (torch.expm1(difference) - difference).mean()
+
+
 def _ratio_and_advantage(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:

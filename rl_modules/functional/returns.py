@@ -21,11 +21,8 @@ from torch import Tensor
 
 from rl_modules.functional.checks import (
     as_constant,
-    require_ndim,
     require_number,
     require_same_shape,
-    require_shape,
-    require_tensors,
 )
 
 # Shorter recurrences run as a plain loop: below this length its one kernel per step beats the scan's bookkeeping.
@@ -105,35 +102,6 @@ def n_step_returns(
         longer = torch.add(reward[:-1], result[1:], alpha=gamma)
         result = torch.cat((torch.where(goes_on, longer, one_step[:-1]), one_step[-1:]))
     return result
-
-
-def n_step_rewards(reward: Tensor, n_steps: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """The parts of a replayed transition's n-step target that the value function does not change.
-
-    R = Σ_{k<n} γ^k r_k,    discount = γ^n,    target = R + discount (1 - terminated) V(s_{t+n})
-
-    Args:
-        reward: r_t … r_{t+K-1}, shape (M, K), in units of reward; 0 from the n-th on.
-        n_steps: n, how many rewards count, integers in [1, K], shape (M,).
-        gamma: discount γ per step, in [0, 1].
-
-    Returns:
-        R in units of reward and γ^n, shape (M,) each, detached.
-
-    Raises:
-        ValueError: shapes differ, or gamma is outside [0, 1].
-
-    Source: Sutton & Barto 2018, eq. 7.1; in replay: Hessel et al. 2018, arXiv:1710.02298.
-    """
-    require_tensors(reward=reward, n_steps=n_steps)
-    require_ndim("reward", reward, 2, "[M, K]")
-    require_shape("n_steps", n_steps, reward.shape[:1], "reward's transitions")
-    require_number("gamma", gamma, 0.0, 1.0)
-    reward = as_constant(reward)
-    if reward.shape[1] == 1:
-        return reward[:, 0], torch.full_like(reward[:, 0], gamma)
-    powers = torch.pow(gamma, torch.arange(reward.shape[1], dtype=reward.dtype, device=reward.device))
-    return (reward * powers).sum(1), torch.pow(gamma, n_steps.to(reward.dtype))
 
 
 def gae(

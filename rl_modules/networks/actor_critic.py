@@ -1,4 +1,4 @@
-"""The networks of the on-policy algorithms: the actor-critic, and a value function alone."""
+"""The network of the on-policy algorithms: a policy and a value function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,6 @@ from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import (
     ParallelMLP,
-    hidden_widths,
     last_layer,
     mlp,
     orthogonal,
@@ -72,28 +71,3 @@ class ActorCritic(nn.Module):
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, last_layer(self.value_head, latents[1]).squeeze(-1)
-
-
-class ValueNetwork(nn.Module):
-    """V(s) on an encoder of its own, [B, *obs] → [B]."""
-
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        net_arch: Sequence[int] | None = None,
-        activation_fn: str = "tanh",
-        ortho_init: bool = True,
-    ) -> None:
-        super().__init__()
-        self.encoder = build_encoder(observation_space)
-        sizes = [encoding_width(self.encoder), *hidden_widths(observation_space, net_arch)]
-        self.tower = mlp(sizes, activation_fn)
-        self.head = nn.Linear(sizes[-1], 1)
-        if ortho_init:
-            init_orthogonal(self.encoder)
-            orthogonal(self.tower)
-            orthogonal(self.head, gain=1.0)
-
-    def forward(self, observation: Any) -> Tensor:
-        features = self.encoder(observation).to(self.head.weight.dtype)
-        return last_layer(self.head, self.tower(features)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Networks of the continuous off-policy algorithms: policies over a bounded Box, and ensembles of critics."""
+"""Value functions alone, ensembles of critics, and policies over a bounded Box."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from rl_modules import functional as F
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
 from rl_modules.functional.checks import as_float
-from rl_modules.networks.encoders import build_encoder, encoding_width
-from rl_modules.networks.layers import ParallelLayerNorm, ParallelLinear, activation, mlp
+from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
+from rl_modules.networks.layers import ParallelLinear, activation, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.networks.q_network import apply_tower
 from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
@@ -50,6 +51,48 @@ class ActionBounds(nn.Module):
         if self.is_unit:
             return flat
         return torch.where(self.half_range > 0, (flat - self.center) / self.half_range, 0.0).float()
+
+
+class ValueNetwork(nn.Module):
+    """V(s) on an encoder of its own, [B, *obs] → [B]."""
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "tanh",
+        ortho_init: bool = True,
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoding_width(self.encoder), *hidden_widths(observation_space, net_arch)]
+        self.tower = mlp(sizes, activation_fn)
+        self.head = nn.Linear(sizes[-1], 1)
+        if ortho_init:
+            init_orthogonal(self.encoder)
+            orthogonal(self.tower)
+            orthogonal(self.head, gain=1.0)
+
+    def forward(self, observation: Any) -> Tensor:
+        features = self.encoder(observation).to(self.head.weight.dtype)
+        return last_layer(self.head, self.tower(features)).squeeze(-1)
+
+
+class ParallelLayerNorm(nn.Module):
+    """Layer normalisation with K sets of scales and shifts; a shape of fewer than K uses the first ones.
+
+    Shape: [K, B, width] → the same.
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(self, k: int, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(k, 1, width)), nn.Parameter(torch.zeros(k, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, _, width = x.shape
+        return torch.addcmul(self.bias[:k], nnf.layer_norm(x, (width,)), self.weight[:k])
 
 
 class Tower(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import is_image
@@ -69,23 +68,6 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.baddbmm(self.bias, x, self.weight)
-
-
-class ParallelLayerNorm(nn.Module):
-    """Layer normalisation with K sets of scales and shifts; a shape of fewer than K uses the first ones.
-
-    Shape: [K, B, width] → the same.
-
-    Source: Ba et al. 2016, arXiv:1607.06450.
-    """
-
-    def __init__(self, k: int, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(k, 1, width)), nn.Parameter(torch.zeros(k, 1, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, _, width = x.shape
-        return torch.addcmul(self.bias[:k], nnf.layer_norm(x, (width,)), self.weight[:k])
 
 
 class ParallelMLP(nn.Module):

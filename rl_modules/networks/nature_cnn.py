@@ -7,7 +7,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import image_shape, pixel_scale
+from rl_modules.common.spaces import image_shape, is_image, pixel_scale
 from rl_modules.fast.modules import is_hooked
 from rl_modules.fast.relu_mlp import SMALLEST, relu_mlp, takes
 
@@ -79,3 +79,13 @@ class _InOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
+
+
+def image_brief(space: spaces.Space) -> str | None:
+    """Describes the image that a convolutional encoder reads, in one line; None if the space is not an image."""
+    if not isinstance(space, spaces.Box) or not is_image(space):
+        return None
+    channels, height, width = image_shape(space)
+    kind = "channel" if channels == 1 else "channels"
+    divided = f"divided by {pixel_scale(space) or 255:g}"
+    return f"image of {height}×{width} pixels, {channels} {kind} ({space.dtype}, {divided}), from Box{space.shape}"

@@ -11,16 +11,16 @@ from torch import nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.common.spaces import image_brief, observation_arrays, space_from_dict, space_to_dict, tree_map
+from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
 from rl_modules.crossq import RenormalizedCritics
 from rl_modules.fast import relu_mlp
 from rl_modules.fast.modules import FastTanh
 from rl_modules.fast.relu_mlp import pays
-from rl_modules.networks.actor_critic import ActorCritic, ValueNetwork
-from rl_modules.networks.critics import Critics
+from rl_modules.networks.actor_critic import ActorCritic
+from rl_modules.networks.critics import Critics, ValueNetwork
 from rl_modules.networks.encoders import build_encoder
 from rl_modules.networks.layers import ParallelMLP
-from rl_modules.networks.nature_cnn import NatureCNN
+from rl_modules.networks.nature_cnn import NatureCNN, image_brief
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork
 from rl_modules.pqn import NormalizedQNetwork
 from rl_modules.recurrent import RecurrentActorCritic

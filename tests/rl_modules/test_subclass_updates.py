@@ -9,9 +9,9 @@ from torch import nn
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO, SAC, TD3, TQC, TRPO, CrossQ, RecurrentPPO
 from rl_modules import functional as F
-from rl_modules.algorithm import Run
 from rl_modules.common.errors import UsageError
 from rl_modules.gradients import averaged, gradients
+from rl_modules.run import ControlRun
 from tests.training import fit
 
 
@@ -115,7 +115,7 @@ def test_a_part_with_a_step_of_its_own_takes_no_other_on_several_ranks(monkeypat
     models = []
     for ranks in (1, 2):
         if ranks == 2:  # of which every reduction is this rank's own value
-            monkeypatch.setattr(Run, "n_ranks", property(lambda self: 2, lambda self, n: None))
+            monkeypatch.setattr(ControlRun, "n_ranks", property(lambda self: 2, lambda self, n: None))
         models.append(Curious(net_arch=[8]))
         trainer = fit(models[-1], replayed())
         assert int(trainer.optimizers[0].state[models[-1].model.weight]["step"]) == models[-1].n_updates > 0
