@@ -340,7 +340,7 @@ class LanguageDataModule(LanguageArguments):
             settings["max_completion_length"] = self.eval_max_completion_length
         # A prompt's seeds depend only on its number, not on the rank or on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
-        early = self.early_rewards(records, k)
+        early = self.early_rewards(records, k) if self.reward_overlap else None
         listener = None if early is None else early.on_ended
         written = self.complete(self.writer.act, records, seeds, k, on_ended=listener, **settings)
         if written.dialogues is not None:
@@ -360,8 +360,8 @@ class LanguageDataModule(LanguageArguments):
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
-        """What computes rewards while completions are written; None without ``reward_overlap``."""
-        if not self.reward_overlap or not len(self.rewards):
+        """What computes rewards while completions are written; None without any."""
+        if not len(self.rewards):
             return None
         self._ready_rewards()
         self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)

@@ -351,7 +351,7 @@ class PromptDataModule(LanguageDataModule):
         first = self._reserve(n_prompts)
         places = range(first, first + n_prompts)
         records, seeds = self._asked(places)
-        early = self.early_rewards(records, self.num_generations)
+        early = self.early_rewards(records, self.num_generations) if self.reward_overlap else None
         listener = None if early is None else early.on_ended
         written = self.complete(self.policy.act, records, seeds, self.num_generations, on_ended=listener)
         return self._as_rollout(records, written, early)

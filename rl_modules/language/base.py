@@ -95,6 +95,39 @@ def _states(checkpoint: dict[str, Any]) -> list[dict[str, Tensor]]:
     return [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
 
 
+def described(module: Any, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Returns the models as plain data, and the sources of frozen weights."""
+    description: Any = module.hparams["description"]
+    if description is None:
+        arguments = module.frozen_arguments()
+        if not arguments:
+            return module.describe(config), {}
+        from rl_modules.language.frozen_weights import describe_sources
+
+        return module.describe(config), describe_sources(module, arguments)
+    if sources := description.get("frozen", {}):
+        from rl_modules.language.frozen_weights import check_sources
+
+        check_sources(module, sources, module.hparams)
+    return description, sources
+
+
+def frozen_names(module: Any, prefixes: Iterable[str]) -> set[str]:
+    """Returns the names of a module's frozen parameters that begin with one of the prefixes."""
+    if not prefixes:
+        return set()
+    from rl_modules.language.frozen_weights import frozen_parameters
+
+    return {name for prefix in prefixes for name in frozen_parameters(module, prefix)}
+
+
+def add_frozen(module: Any, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
+    """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
+    if missing := frozen_names(module, prefixes) - state_dict.keys():
+        own = dict(module.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
+        state_dict.update({name: own[name].detach() for name in missing & own.keys()})
+
+
 class LanguageModule(LanguageMetrics):
     """Base class of the language algorithms; a subclass defines ``training_step``."""
 
@@ -288,10 +321,10 @@ class LanguageModule(LanguageMetrics):
 
     def _build(self, sharding: Any) -> None:
         hp: Any = self.hparams
-        described = hp.description is not None
-        source = self.frozen_source("model.") if described else self._source
-        fields = hp.description["config"] if described else hp.model_config
-        config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
+        is_loaded = hp.description is not None
+        source = self.frozen_source("model.") if is_loaded else self._source
+        fields = hp.description["config"] if is_loaded else hp.model_config
+        config = make_config(None if is_loaded else source, fields, self.tokenizer, self.dropout)
         # New weights are drawn from the datamodule's seed. The global generators keep their state: the CPU's, and that
         # of the device on which Lightning creates tensors.
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
@@ -304,7 +337,7 @@ class LanguageModule(LanguageMetrics):
 
             train_in_float32(self)
         # Where weights are sharded, the first rank alone has read them.
-        describe = partial(self._description, config)
+        describe = partial(described, self, config)
         description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
         if (generation := description.get("generation_config")) is not None:
             transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
@@ -315,22 +348,6 @@ class LanguageModule(LanguageMetrics):
 
             require_left_out(hp.save_frozen_weights, sharding is not None)
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
-
-    def _description(self, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-        """Returns the models as plain data, and the sources of frozen weights."""
-        description: Any = self.hparams["description"]
-        if description is None:
-            arguments = self.frozen_arguments()
-            if not arguments:
-                return self.describe(config), {}
-            from rl_modules.language.frozen_weights import describe_sources
-
-            return self.describe(config), describe_sources(self, arguments)
-        if sources := description.get("frozen", {}):
-            from rl_modules.language.frozen_weights import check_sources
-
-            check_sources(self, sources, self.hparams)
-        return description, sources
 
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
@@ -419,22 +436,8 @@ class LanguageModule(LanguageMetrics):
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
-        self._add_frozen(state_dict, self.hparams["description"]["frozen"])
+        add_frozen(self, state_dict, self.hparams["description"]["frozen"])
         self.load_state_dict(state_dict)
-
-    def _add_frozen(self, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
-        """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
-        if missing := self._frozen_names(prefixes) - state_dict.keys():
-            own = dict(self.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
-            state_dict.update({name: own[name].detach() for name in missing & own.keys()})
-
-    def _frozen_names(self, prefixes: Iterable[str]) -> set[str]:
-        """Returns the names of the frozen parameters whose names begin with a prefix."""
-        if not prefixes:
-            return set()
-        from rl_modules.language.frozen_weights import frozen_parameters
-
-        return {name for prefix in prefixes for name in frozen_parameters(self, prefix)}
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         from rl_modules.core.resume import accumulated_gradients
@@ -451,7 +454,7 @@ class LanguageModule(LanguageMetrics):
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_save_checkpoint(checkpoint)
-        for name in self._frozen_names(self.hparams["description"]["frozen"]):
+        for name in frozen_names(self, self.hparams["description"]["frozen"]):
             for state in _states(checkpoint):
                 del state[name]
         watched = {} if self._trainer is None else monitors(self.trainer)
@@ -477,7 +480,7 @@ class LanguageModule(LanguageMetrics):
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
         for state in _states(checkpoint):
-            self._add_frozen(state, saved)
+            add_frozen(self, state, saved)
         super()._on_load_checkpoint(checkpoint)
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 

@@ -94,4 +94,6 @@ def record_clipping(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> Non
         least = torch.where(counted, of_rows, 1.0).min() * is_whole * counted.any()
         extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
     module.record(weight, **means)
-    module.record(**(module.reduced(extremes) if module._world_size > 1 else extremes))
+    if module._world_size > 1:  # the end of each name, min or max, says of which kind it is
+        extremes = {name: module.trainer.strategy.reduce(x, reduce_op=name[-3:]) for name, x in extremes.items()}
+    module.record(**extremes)

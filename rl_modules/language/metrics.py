@@ -39,6 +39,19 @@ def refuse_bare_monitor(monitor: str, callback: str, known: Collection[str]) -> 
                          f"did you mean {displayed_name(monitor)}?")  # fmt: skip
 
 
+def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a float32 scalar on a device, without a wait for it."""
+    if not isinstance(value, Tensor):
+        # A fill, because a copy of a number from the host would synchronise.
+        try:
+            return torch.full((), float(value), dtype=torch.float32, device=device)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"record: {name}={value!r} must be a number or a tensor with one element") from error
+    if value.numel() != 1:
+        raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
+    return value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+
+
 class LanguageMetrics(Algorithm):
     """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
@@ -82,8 +95,8 @@ class LanguageMetrics(Algorithm):
         weight = metrics.pop("weight", weight)
         self._own_names.update(metrics)
         if metrics and not (self._trainer is not None and self._trainer.evaluating):
-            values = {name: self._scalar(name, value) for name, value in metrics.items()}
-            self._means.add(values, self._scalar("weight", weight))
+            values = {name: _scalar(name, value, self.device) for name, value in metrics.items()}
+            self._means.add(values, _scalar("weight", weight, self.device))
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
         """Adds the values that reward functions logged: mean and weight by name."""
@@ -98,18 +111,6 @@ class LanguageMetrics(Algorithm):
         for curve in self._logged_names.keys() & set(map(displayed_name, self._own_names)):
             raise UsageError(f"log_metric({self._logged_names[curve]!r}, …) of a reward function: the run has a curve "
                              "of this name; choose another")  # fmt: skip
-
-    def _scalar(self, name: str, value: Tensor | float) -> Tensor:
-        """Returns a float32 scalar on the module's device, without a wait for either device."""
-        if not isinstance(value, Tensor):
-            # A fill, because a copy of a number from the host would synchronise.
-            try:
-                return torch.full((), float(value), dtype=torch.float32, device=self.device)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"record: {name}={value!r} must be a number or a tensor with one element") from error
-        if value.numel() != 1:
-            raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
-        return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         """Makes an optimizer step, and hands the point of the curves that is due to callbacks that monitor it."""

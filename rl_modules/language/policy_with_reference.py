@@ -339,10 +339,6 @@ class PolicyWithReference(LanguagePolicy):
         value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
         return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
-    def reduced(self, extremes: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns extremes over all ranks; the end of each name, ``min`` or ``max``, says of which kind."""
-        return {name: self.trainer.strategy.reduce(x, reduce_op=name[-3:]) for name, x in extremes.items()}
-
     def gathered(self, x: Tensor) -> Tensor:
         """Returns the rows of all ranks, [ranks · b, …]."""
         if self._world_size == 1:
