@@ -1,9 +1,11 @@
-"""Arguments of the language datamodules, and what a checkpoint holds of them."""
+"""Arguments of the language datamodules, what a checkpoint holds of them, and what they make of evaluations."""
 
 from pathlib import Path
 from typing import Any
 
-from datamodules.experience import Experience
+import lightning as L
+
+from datamodules.experience import Experience, evaluate_on_start
 from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
@@ -38,6 +40,8 @@ def named_functions(value: Any) -> Any:
     return value
 
 
+#: Attribute of a Trainer with the ``val_check_interval`` that a datamodule has set from its ``eval_steps``.
+_OWN_INTERVAL = "_interval_of_eval_steps"
 #: The sources of records with which an argument is read, of those that are not read with all.
 _SOURCES_OF = {
     "dataset_split": ("dataset",),
@@ -182,3 +186,17 @@ def require_held_out(data: Any, fits: bool) -> None:
         raise UsageError(f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
                          f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
                          f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0")  # fmt: skip
+
+
+def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:
+    """Makes a fit evaluate after every ``steps`` optimizer steps (0: never), and before the first update."""
+    evaluate_on_start(trainer, on_start and steps > 0)
+    # Lightning sets no number where the interval is a time.
+    given = getattr(trainer, "val_check_interval", "a time")
+    if given not in (1.0, getattr(trainer, _OWN_INTERVAL, None)) and not (steps and given == "a time"):
+        notice(f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
+               "optimizer steps between evaluations (0: none)")  # fmt: skip
+    if steps:
+        trainer.val_check_interval = steps * trainer.accumulate_grad_batches
+        setattr(trainer, _OWN_INTERVAL, trainer.val_check_interval)
+        trainer.check_val_every_n_epoch = None

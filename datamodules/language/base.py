@@ -7,15 +7,14 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
-from datamodules.language.arguments import LanguageArguments, require_held_out
+from datamodules.language.arguments import LanguageArguments, evaluate_every, require_held_out
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.notices import note_completions, note_demonstrations, notice
-from datamodules.language.order import EndlessOrder, evaluate_every
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.reward_names import load_reward_funcs
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import TEXTS, fitting, load_records, place_of, refuse
+from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, place_of, refuse
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.order import EndlessOrder
 from datamodules.language.reward_arguments import LOGGING, parameters_of
 from datamodules.language.reward_calls import function_name
 from datamodules.language.reward_names import RewardFunction, load_reward_func
-from datamodules.language.sources import load_records
+from datamodules.language.sources import EndlessOrder, load_records
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from datamodules.language.text import voted_answer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.order import announce_rest, whole_steps
+from datamodules.language.notices import notice
 from datamodules.language.sequences import Pairs, Sequences
 from datamodules.language.sources import fitting
 from datamodules.language.streaming import STREAM_STEPS
@@ -154,3 +154,19 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
             if saved[name] != value:
                 raise UsageError(f"{name}={value} differs from the checkpoint's {saved[name]}; resume with as many")
         return position
+
+
+def whole_steps(n: int, step: int) -> int:
+    """Optimizer steps of ``step`` records in one pass over ``n``, at least 1."""
+    return max(1, n // step)
+
+
+def announce_rest(trainer: Any, n: int, step: int, fate: str) -> None:
+    """Reports if a pass leaves out a tenth of the records or more, or repeats some in a step, in a run of epochs."""
+    if (getattr(trainer, "max_epochs", None) or -1) <= 0:
+        return
+    rest = n - whole_steps(n, step) * step
+    if rest < 0:
+        notice(f"batch_size: a step of {step} records repeats the {n} that there are; give a smaller one")
+    elif rest >= n / 10:
+        notice(f"batch_size: of {n} records, {step} to an optimizer step, the last {rest} of a pass {fate}")

@@ -1,10 +1,12 @@
-"""Records from a task, a file or a dataset: their texts and prompts are checked, and an error names their place."""
+"""Records from a task, a file or a dataset, checked, an error naming their place; and their order in training."""
 
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from datamodules.language.notices import notice
 from datamodules.language.tasks import Task, make_task
@@ -189,3 +191,26 @@ def fitting(
                           + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
         notice(f"{where}: {dropped} of {len(lengths)} {noun} left out, they are longer than {limit} tokens")
     return kept
+
+
+# ---------------------------------------------------------------- the order of training
+
+
+class EndlessOrder:
+    """Endless passes over records, each in an order that depends on the seed and the pass alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._passes: dict[int, torch.Tensor] = {}
+
+    def at(self, position: int, n: int) -> int:
+        """Which of ``n`` records stands at a position of the endless stream."""
+        number, offset = divmod(position, n)
+        order = self._passes.get(number)
+        if order is None or len(order) != n:
+            generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
+            order = torch.randperm(n, generator=generator)
+            # Two passes may be in use at once, if a batch crosses the end of one. Rounds that are written ahead call
+            # this in another thread, so the dictionary is replaced and never changed.
+            self._passes = {k: v for k, v in self._passes.items() if k == number - 1} | {number: order}
+        return int(order[offset])

@@ -8,8 +8,8 @@ import torch
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language.mixture import BLOCK, MixedOrder, Mixture, checked_weights, learnable, of_source
-from datamodules.language.order import EndlessOrder
 from datamodules.language.rewards import RewardFunctions
+from datamodules.language.sources import EndlessOrder
 from rl_modules import DPO, GRPO, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from datamodules import InstructionDataModule, PreferenceDataModule
-from datamodules.language.order import whole_steps
+from datamodules.language.passes import whole_steps
 from rl_modules import SFT, RewardModel
 from tests.training import fit
 
