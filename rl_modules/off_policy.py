@@ -85,8 +85,8 @@ class OffPolicyActorCritic(ControlModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.automatic_optimization = False
-        if "action_noise" in self.given_names and noises.is_foreign(self.action_noise):
-            self.given_objects["action_noise"] = name_of(self.action_noise)
+        if "action_noise" in self._given.names and noises.is_foreign(self.action_noise):
+            self._given.objects["action_noise"] = name_of(self.action_noise)
 
     def begin_run(self) -> None:
         super().begin_run()

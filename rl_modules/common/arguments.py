@@ -53,7 +53,7 @@ def building(cls: type, given: Collection[str], settings: dict[str, Any] | None 
 
 def chosen_by_checkpoint(made: Any) -> set[str]:
     """Names of the arguments that a checkpoint alone gave to an object, whichever of its keys held them."""
-    names: list[str] = made.given_names
+    names: list[str] = made._given.names
     cls, given, _ = _building.get() or (None, frozenset(), None)
     return set(names) - given if cls is not None and isinstance(made, cls) else set()
 

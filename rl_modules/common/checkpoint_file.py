@@ -157,7 +157,7 @@ def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> N
     """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written."""
     parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
     checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
-    checkpoint["left_out"] = dict(module.given_objects)
+    checkpoint["left_out"] = dict(module._given.objects)
     checkpoint["chosen"] = {"hyper_parameters": chosen}
     if "datamodule_hyper_parameters" in checkpoint:
         parameters, chosen = arguments_to_store(datamodule, checkpoint["datamodule_hyper_parameters"])
@@ -171,7 +171,7 @@ def received_otherwise(made: Any) -> dict[str, Any]:
     """Returns the arguments that an ordinary constructor received and passed on with another value."""
     now = made._hparams_initial
     return {
-        name: plain(value) for name, value in made._received.items()
+        name: plain(value) for name, value in made._given.received.items()
         if name in made.declared_settings and repr(plain(value)) != repr(plain(now.get(name)))
     }  # fmt: skip
 
@@ -181,9 +181,9 @@ def set_by_constructor(made: Any) -> set[str]:
     cls: Any = type(made)
     if not takes_own_arguments(cls):
         return set()
-    chosen = {*cls.declared_settings, *made._received} - {
+    chosen = {*cls.declared_settings, *made._given.received} - {
         *inspect.signature(cls.__init__).parameters,
-        *made.given_names,
+        *made._given.names,
     }
     # Values that were filled in later, such as the spaces, are in the checkpoint only.
     now, then = made._hparams, made._hparams_initial

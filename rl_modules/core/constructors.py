@@ -13,7 +13,7 @@ def recording(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "given_names" not in self.__dict__:
+        if "_given" not in self.__dict__:
             refuse_unknown(type(self), args, kwargs)
         try:
             bound = inspect.signature(init).bind(self, *args, **kwargs)

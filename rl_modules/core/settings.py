@@ -182,6 +182,18 @@ def changed(**rules: Any) -> Any:
     return _Changed(rules)
 
 
+@dataclass
+class Given:
+    """What the caller of a constructor gave."""
+
+    #: Names of the arguments.
+    names: list[str]
+    #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
+    objects: dict[str, str] = field(default_factory=dict)
+    #: What ordinary constructors received, by name, before they passed it on.
+    received: dict[str, Any] = field(default_factory=dict)
+
+
 class Declared:
     """Base of modules and datamodules whose arguments are declared in the class's body."""
 
@@ -189,16 +201,12 @@ class Declared:
     declared_settings: ClassVar[Mapping[str, Setting]] = {}
     #: The arguments that the class sets itself, with what a caller who gives one may do.
     fixed_settings: ClassVar[Mapping[str, str]] = {}
-    #: Names of the arguments that the caller gave.
-    given_names: list[str]
-    #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
-    given_objects: dict[str, str]
     #: Schedules of the arguments that are declared so.
     schedules: dict[str, Schedule]
-    _received: dict[str, Any]
+    _given: "Given"
 
     def __init__(self, *args: Any, **given: Any) -> None:
-        self._take(args, given)
+        take(self, args, given)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -212,48 +220,6 @@ class Declared:
             if "__doc__" in vars(cls) and cls.__doc__:
                 cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nArgs:\n{arguments_text(cls)}\n"
 
-    def _take(self, args: tuple, given: dict[str, Any]) -> None:
-        """Makes attributes and hyperparameters of the arguments, then calls :meth:`__post_init__`."""
-        cls = type(self)
-        if "given_names" not in self.__dict__:  # else a subclass's constructor passes them on
-            begin(self, args, given, {})
-        positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
-        if len(args) > len(positional):
-            taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
-            raise UsageError(f"{cls.__name__} takes {taken} without {'its name' if len(positional) == 1 else 'names'}, "
-                             f"not {len(args)}; name them")  # fmt: skip
-        given = {**dict(zip(positional, args, strict=False)), **given}
-        if unknown := [name for name in given if name not in cls.declared_settings]:
-            refuse_unknown(cls, (), {name: given[name] for name in unknown})
-            near = did_you_mean(unknown[0], cls.declared_settings)
-            raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
-        super().__init__()
-        self.schedules = {}
-        stored = {name: value for name, value in self._received.items()
-                  if name not in cls.declared_settings and not isinstance(value, nn.Module)}  # fmt: skip
-        # A constructor may have passed on another value than it received.
-        self._received = {name: x for name, x in self._received.items() if name not in cls.declared_settings
-                          or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
-        for name in self._received.keys() & cls.declared_settings.keys() & {*self.given_names}:
-            if cls.declared_settings[name].stored and not is_storable(self._received[name]):
-                self.given_objects[name] = name_of(self._received[name])
-        for name, declared in cls.declared_settings.items():
-            value = declared.checked(name, given.get(name, declared.default))
-            if declared.stored:
-                stored[name] = value if declared.stores is None else declared.stores(value)
-            if declared.schedule and value is not None:
-                self.schedules[name] = parse_schedule(value, name)
-                value = max(self.schedules[name].initial, declared.least)
-            elif (
-                value is not None and float in declared.kinds and isinstance(value, int) and not isinstance(value, bool)
-            ):
-                value = float(value)
-            attribute = name if declared.attribute is None else declared.attribute
-            if attribute and (declared.computed is None or declared.attribute is not None):
-                setattr(self, attribute, value)
-        self._keep({name: plain(value) for name, value in stored.items()})
-        self.__post_init__()
-
     def __post_init__(self) -> None:
         """Checks arguments against each other and sets what follows from them; a subclass extends it."""
 
@@ -266,20 +232,63 @@ class Declared:
         for name in [ignore] if isinstance(ignore, str) else ignore or []:
             if name not in self.declared_settings:
                 hparams._hparams.pop(name, None)
-        self._keep(dict(hparams.hparams))
+        keep(self, dict(hparams.hparams))
         hparams._log_hyperparams = logger
-
-    def _keep(self, stored: dict[str, Any]) -> None:
-        hparams: Any = self
-        hparams._set_hparams(stored)
-        hparams._hparams_initial = deepcopy(hparams._hparams)
-        hparams._hparams_name = "kwargs"
 
     def idle_arguments(self) -> dict[str, str]:
         """Returns the arguments without effect beside the others and these spaces, with reason and remedy."""
         declared = self.declared_settings.items()
         reasons = {name: setting.idle(self) for name, setting in declared if setting.idle is not None}
         return {name: str(why) for name, why in reasons.items() if why}
+
+
+def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
+    """Makes attributes and hyperparameters of the arguments, then calls its ``__post_init__``."""
+    cls = type(made)
+    if "_given" not in made.__dict__:  # else a subclass's constructor passes them on
+        begin(made, args, given, {})
+    positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
+    if len(args) > len(positional):
+        taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
+        raise UsageError(f"{cls.__name__} takes {taken} without {'its name' if len(positional) == 1 else 'names'}, "
+                         f"not {len(args)}; name them")  # fmt: skip
+    given = {**dict(zip(positional, args, strict=False)), **given}
+    if unknown := [name for name in given if name not in cls.declared_settings]:
+        refuse_unknown(cls, (), {name: given[name] for name in unknown})
+        near = did_you_mean(unknown[0], cls.declared_settings)
+        raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
+    super(Declared, made).__init__()
+    made.schedules = {}
+    known = made._given
+    stored = {name: value for name, value in known.received.items()
+              if name not in cls.declared_settings and not isinstance(value, nn.Module)}  # fmt: skip
+    # A constructor may have passed on another value than it received.
+    known.received = {name: x for name, x in known.received.items() if name not in cls.declared_settings
+                      or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
+    for name in known.received.keys() & cls.declared_settings.keys() & {*known.names}:
+        if cls.declared_settings[name].stored and not is_storable(known.received[name]):
+            known.objects[name] = name_of(known.received[name])
+    for name, declared in cls.declared_settings.items():
+        value = declared.checked(name, given.get(name, declared.default))
+        if declared.stored:
+            stored[name] = value if declared.stores is None else declared.stores(value)
+        if declared.schedule and value is not None:
+            made.schedules[name] = parse_schedule(value, name)
+            value = max(made.schedules[name].initial, declared.least)
+        elif value is not None and float in declared.kinds and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        attribute = name if declared.attribute is None else declared.attribute
+        if attribute and (declared.computed is None or declared.attribute is not None):
+            setattr(made, attribute, value)
+    keep(made, {name: plain(value) for name, value in stored.items()})
+    made.__post_init__()
+
+
+def keep(made: Any, stored: dict[str, Any]) -> None:
+    """Makes these the hyperparameters, and the initial ones."""
+    made._set_hparams(stored)
+    made._hparams_initial = deepcopy(made._hparams)
+    made._hparams_name = "kwargs"
 
 
 def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
@@ -363,7 +372,7 @@ def _constructor(cls: Any) -> Callable[..., None]:
     """Makes the constructor of a class from its settings."""
 
     def __init__(self: Any, *args: Any, **given: Any) -> None:
-        self._take(args, given)
+        take(self, args, given)
 
     by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
     by_name = inspect.Parameter.KEYWORD_ONLY
@@ -387,15 +396,13 @@ def arguments_text(cls: Any) -> str:
 
 def begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, Any]) -> None:
     """Notes the arguments of a constructor; those of a more derived one take precedence."""
-    state = made.__dict__
-    if "given_names" not in state:
+    if "_given" not in made.__dict__:
         refuse_unknown(type(made), args, given)
-        state["given_names"] = list(given)
-        state["given_objects"] = {}
-        state["_received"] = {}
+        made.__dict__["_given"] = Given(list(given))
+    known = made._given
     for name, value in received.items():
-        state["_received"].setdefault(name, value)
-    state["given_objects"].update({
+        known.received.setdefault(name, value)
+    known.objects.update({
         name: name_of(value) for name, value in given.items()
-        if name not in type(made).declared_settings and name not in state["given_objects"] and not is_storable(value)
+        if name not in type(made).declared_settings and name not in known.objects and not is_storable(value)
     })  # fmt: skip

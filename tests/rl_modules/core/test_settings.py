@@ -113,7 +113,7 @@ def test_a_subclass_may_have_an_ordinary_constructor() -> None:
     mule = Mule(0.7, load=5)
     assert (mule.stubborn, mule.legs, mule.load) == (0.7, 4, 5)
     assert mule.hparams["stubborn"] == 0.7 and mule.hparams["legs"] == 4
-    assert mule.given_names == ["stubborn", "load"]
+    assert mule._given.names == ["stubborn", "load"]
     with pytest.raises(UsageError, match="Mule takes no argument 'lod'; did you mean load?"):
         Mule(lod=3)
 
