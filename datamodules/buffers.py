@@ -78,49 +78,59 @@ class ReplayBuffer(Stateful):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that a step may take at most: its transition, and the end of its episode."""
-        return 2
+        """Rows that a step may take at most: its transition, the end of its episode, and a stack's older frames."""
+        return self.incomplete + 2
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
         """Appends a rollout, [T, N, …]; returns the rows that became transitions and those that ceased to be."""
         # NumPy, because it takes half of torch's time for the few rows of a round.
         valid = rollout["valid"].numpy()
         ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
-        taken = valid.astype(np.int64) + ended
+        starts = self._starts(rollout, valid, ended)
+        older = self.incomplete * starts
+        taken = valid.astype(np.int64) + ended + older
         written = taken.cumsum(0)
-        environment = np.arange(self.n_envs)
-        head = self.head.numpy()
-        row = (head + written - taken) % self.rows
-        at = (row * self.n_envs + environment)[valid]
+        environment, head = np.arange(self.n_envs), self.head.numpy()
+        flat = (head + written - taken + older) % self.rows * self.n_envs + environment
+        at = flat[valid]
 
         # Only the successors of these transitions are written; those of others are the next transition's observation.
         closing = ended.copy()
         closing[-1] |= valid[-1]
-        successor = ((row + 1) % self.rows * self.n_envs + environment)[closing]
+        successor = (flat[closing] + self.n_envs) % self.total
 
-        _write(self.observation, at, rollout["observation"], valid)
-        _write(self.observation, successor, rollout["next_observation"], closing)
+        apart = self._begin_stacks(rollout["observation"], flat, starts)
+        _write(self.observation, at, self._newest(rollout["observation"]), valid)
+        _write(self.observation, successor, self._newest(rollout["next_observation"]), closing)
         for name in ("action", "reward", "terminated"):
             _write(getattr(self, name), at, rollout[name], valid)
-        head = (head + written[-1]) % self.rows
-        blocked = np.concatenate([successor, head * self.n_envs + environment])
+        head = head + written[-1]
+        # The newest observation is no transition yet, and in the rows after it stacks have lost frames.
+        lost = ((head + np.arange(self.incomplete + 1)[:, None]) % self.rows * self.n_envs + environment).reshape(-1)
+        blocked = np.concatenate([*apart, successor, lost])
         in_use = self.valid.numpy()
         in_use[blocked] = False
         in_use[at] = True
         # Rows are filled from 0 on in every ring, so that the longest ring bounds where transitions can be.
-        if self.filled < self.rows:
-            wrapped = (head < row[0]).any()
-            self.filled = self.rows if wrapped else int(head.max()) + 1
-        self.head = torch.from_numpy(head)
-        return self._announce(rollout, at, blocked)
-
-    def _announce(self, rollout: Batch, at: np.ndarray, blocked: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Calls ``on_added`` and returns the row numbers that :meth:`add` returns; each row that it wrote is one."""
+        self.filled = self.rows if (head >= self.rows).any() else max(self.filled, int(head.max()) + 1)
+        self.head = torch.from_numpy(head % self.rows)
         self._note_changes(at, blocked)
         changes = torch.from_numpy(at), torch.from_numpy(blocked)
         if self.on_added is not None:
             self.on_added(rollout, *changes)
         return changes
+
+    def _starts(self, rollout: Batch, valid: np.ndarray, ended: np.ndarray) -> Any:
+        """Which observations begin a stack, whose older frames take rows in front of them, [T, N]; 0: none."""
+        return 0
+
+    def _begin_stacks(self, observation: Any, flat: np.ndarray, starts: Any) -> list[np.ndarray]:
+        """Writes the older frames of stacks that begin; returns the rows that are no transitions for that."""
+        return []
+
+    def _newest(self, observation: Any) -> Any:
+        """The part of observations that a row holds."""
+        return observation
 
     def break_off(self, which: np.ndarray) -> None:
         """Ends running episodes of some environments, [N] bool; their newest observation stays the last successor."""

@@ -24,53 +24,12 @@ class FrameReplayBuffer(ReplayBuffer):
         self.observation_bytes *= self.stack
         self._offsets = torch.arange(1 - self.stack, 1) * n_envs
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows that a step may take at most: that of an episode of one transition."""
-        return self.stack + 1
-
-    def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
-        """As :meth:`ReplayBuffer.add`; refuses an observation that does not continue the stack before it."""
-        valid = rollout["valid"].numpy()
-        ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
-        seen, after = rollout["observation"].numpy(), rollout["next_observation"].numpy()
-        starts = self._starts(seen, after, valid, ended)
-        taken = valid.astype(np.int64) + ended + (self.stack - 1) * starts
-        written = taken.cumsum(0)
-        environment, head = np.arange(self.n_envs), self.head.numpy()
-        row = head + written - taken + (self.stack - 1) * starts
-        flat = row % self.rows * self.n_envs + environment
-        at = flat[valid]
-
-        frames: Any = self.observation.numpy()
-        padding = [(flat[starts] + offset) % self.total for offset in self._offsets[:-1].tolist()]
-        for j, rows in enumerate(padding):
-            frames[rows] = seen[starts][:, j]
-        frames[at] = seen[valid][:, -1]
-        closing = ended.copy()
-        closing[-1] |= valid[-1]
-        successor = (flat[closing] + self.n_envs) % self.total
-        frames[successor] = after[closing][:, -1]
-        for name in ("action", "reward", "terminated"):
-            getattr(self, name).numpy()[at] = rollout[name].numpy()[valid]
-
-        new = head + written[-1]
-        # The rows after the newest observation have lost frames of their stacks.
-        lost = ((new + np.arange(self.stack)[:, None]) % self.rows * self.n_envs + environment).reshape(-1)
-        blocked = np.concatenate([*padding, successor, lost, self._cut_off(starts, ended)])
-        in_use = self.valid.numpy()
-        in_use[blocked] = False
-        in_use[at] = True
-        wrapped = bool((new >= self.rows).any())
-        self.filled = self.rows if wrapped or self.filled == self.rows else max(self.filled, int(new.max()) + 1)
-        self.head = torch.from_numpy(new % self.rows)
-        return self._announce(rollout, at, blocked)
-
     def break_off(self, which: np.ndarray) -> None:
         """Does nothing: a stack that does not continue the one before shows the break."""
 
-    def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Returns whether an observation begins an episode, [T, N]: its older frames are new."""
+    def _starts(self, rollout: Batch, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """Whether an observation begins an episode, [T, N]: its older frames are new. Refuses one that breaks off."""
+        seen, after = rollout["observation"].numpy(), rollout["next_observation"].numpy()
         starts = np.zeros(valid.shape, bool)
         for i in range(self.n_envs):
             before: np.ndarray | None = None
@@ -89,11 +48,17 @@ class FrameReplayBuffer(ReplayBuffer):
                 before, must_continue = (seen[t, i, 1:], True) if goes_on else (None, False)
         return starts
 
-    def _cut_off(self, starts: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Returns rows without a successor, because a new episode began without an end of the one before."""
-        at_once = starts[0]
-        row = (self.head.numpy() - 1) % self.rows
-        return (row * self.n_envs + np.arange(self.n_envs))[at_once]
+    def _begin_stacks(self, observation: Tensor, flat: np.ndarray, starts: np.ndarray) -> list[np.ndarray]:
+        frames: Any = self.observation.numpy()
+        padding = [(flat[starts] + offset) % self.total for offset in self._offsets[:-1].tolist()]
+        for j, rows in enumerate(padding):
+            frames[rows] = observation.numpy()[starts][:, j]
+        # Where a new episode begins at once, the newest row has no successor.
+        newest = (self.head.numpy() - 1) % self.rows * self.n_envs + np.arange(self.n_envs)
+        return [*padding, newest[starts[0]]]
+
+    def _newest(self, observation: Tensor) -> Tensor:
+        return observation[:, :, -1]
 
     def _refuse(self) -> None:
         raise UsageError("share_frames=True: an observation's older frames are not those of the observation before; "
