@@ -55,7 +55,7 @@ def name_or_object(name: str, value: Any) -> Any:
     if type(value) in (list, tuple, set, dict):
         raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where a single text should be")
     if isinstance(value, str) and value.endswith(".gguf"):
-        from rl_modules.language.gguf import directory_of
+        from rl_modules.language.pretrained import directory_of
 
         return directory_of(value)
     return value if is_name(value) else (value,)
@@ -310,7 +310,7 @@ class LanguageModule(LanguageMetrics):
         if self.is_fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             if hp.use_liger_kernel:
-                from rl_modules.language.fast.liger import use_liger_kernel
+                from rl_modules.language.fast.kernels import use_liger_kernel
 
                 use_liger_kernel(self.model, self.trainer.strategy.root_device)
             self.begin_run()
@@ -486,7 +486,7 @@ class LanguageModule(LanguageMetrics):
 
     def _on_train_start(self) -> None:
         if self.hparams["torch_compile"]:
-            from rl_modules.language.compiled import compile_layers
+            from rl_modules.language.fast.kernels import compile_layers
 
             compile_layers(self)
         self.run.began_at = (self.trainer.global_step, self.num_tokens)

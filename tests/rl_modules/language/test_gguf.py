@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
-from rl_modules.language.gguf import directory_of
+from rl_modules.language.pretrained import directory_of
 
 gguf = pytest.importorskip("gguf")
 WIDTH, LAYERS, HEADS = 32, 2, 4

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language.fast.liger import use_liger_kernel
+from rl_modules.language.fast.kernels import use_liger_kernel
 from rl_modules.language.sampling.weights import EngineSpec, named_weights
 from tests.training import assert_resumes_exactly, fit
 
@@ -204,7 +204,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> No
     for name, module in {"liger_kernel": ModuleType("liger_kernel"), "liger_kernel.transformers": package,
                          "liger_kernel.transformers.monkey_patch": patches}.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("rl_modules.language.fast.liger.find_spec", lambda name: object())
+    monkeypatch.setattr("rl_modules.language.fast.kernels.find_spec", lambda name: object())
     monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
 
 
@@ -227,6 +227,6 @@ def test_liger_replaces_the_layers_of_the_model_without_its_losses(monkeypatch: 
 def test_liger_is_refused_without_a_gpu_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="use_liger_kernel=true needs a GPU, and this run computes on cpu"):
         fit(SFT(model_config=TINY, use_liger_kernel=True), examples(), max_steps=1)
-    monkeypatch.setattr("rl_modules.language.fast.liger.find_spec", lambda name: None)
+    monkeypatch.setattr("rl_modules.language.fast.kernels.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install liger-kernel"):
         use_liger_kernel(torch.nn.Linear(1, 1), torch.device("cuda"))

@@ -1,5 +1,10 @@
-"""``torch.compile`` layer by layer: one compilation serves all layers of a model, and texts of every length."""
+"""Faster kernels on request: layers that ``torch.compile`` makes, and Liger's (Hsu et al. 2024, arXiv:2410.10989).
 
+One compilation serves all layers of a model, and texts of every length. Liger has norms, rotary embeddings and
+feed-forward layers for GPUs.
+"""
+
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ def compile_layers(module: Any) -> None:
     Raises:
         UsageError: torch can't compile here, or not these models.
     """
-    _check(module)
+    _require_compilable(module)
     for model in module.trained_models:
         network = transformers_model(model)
         found = blocks_of(body_of(network))
@@ -30,7 +35,7 @@ def compile_layers(module: Any) -> None:
                 block.compile(dynamic=True)
 
 
-def _check(module: Any) -> None:
+def _require_compilable(module: Any) -> None:
     if any(is_sharded(model) for model in module.trained_models):
         raise UsageError("torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "
                          "stay outside of compiled code; leave one of them out")  # fmt: skip
@@ -43,3 +48,22 @@ def _check(module: Any) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"torch_compile=True: torch can't compile on {module.device.type} here ({reason}); it needs a "
                          "C++ compiler on a CPU and Triton on CUDA, or leave it out") from error  # fmt: skip
+
+
+def use_liger_kernel(model: Any, device: torch.device) -> None:
+    """Replaces a model's layers by the package's, through transformers; losses and logits stay this project's.
+
+    Raises:
+        UsageError: the device is no GPU, the package is not installed, or it has no kernels for the architecture.
+    """
+    if device.type not in ("cuda", "xpu"):
+        raise UsageError(f"use_liger_kernel=true needs a GPU, and this run computes on {device.type}; leave it out")
+    if find_spec("liger_kernel") is None:
+        raise UsageError("use_liger_kernel=true needs a package that is not installed: pip install liger-kernel")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from transformers.integrations.liger import apply_liger_kernel
+
+    kind = transformers_model(model).config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UsageError(f"use_liger_kernel=true: liger-kernel has no kernels for {kind}; leave it out")
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
