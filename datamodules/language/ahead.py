@@ -36,6 +36,9 @@ class WrittenAhead(Stateful):
         self._futures: dict[int, Future[None]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
+    def __len__(self) -> int:
+        return len(self.rounds)
+
     def ask(self, first: int) -> None:
         """Requests a round, which is written after those before it."""
         self.rounds.append({"first": first, "written": None})

@@ -302,7 +302,7 @@ class PromptDataModule(LanguageDataModule):
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
         self.rewards.take_notes()  # an evaluation's
-        if self.async_generations > 0 or self._has_ahead:
+        if self.async_generations > 0 or vars(self).get("_ahead"):  # those of the run that this one resumes
             from datamodules.language.ahead import round_ahead
 
             rollout = round_ahead(self, n_prompts)
@@ -340,11 +340,6 @@ class PromptDataModule(LanguageDataModule):
         if not self._largest_over_ranks(is_judged):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
-
-    @property
-    def _has_ahead(self) -> bool:
-        """Whether rounds are written already, maybe by the run that this one resumes."""
-        return "_ahead" in vars(self) and bool(self._ahead.rounds)
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
@@ -440,4 +435,4 @@ class PromptDataModule(LanguageDataModule):
             if not replayable(self.environment):
                 notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
                        "anew, in new environments")  # fmt: skip
-        return resumed_position(position, saved, self._layout, begun=self._has_ahead)
+        return resumed_position(position, saved, self._layout, begun=bool(self._ahead))

@@ -244,7 +244,7 @@ class RewardFunctions(Stateful):
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
         if self._is_coroutine[call.function]:
             return log, self.loop.start(partial(func, **part), self.time_limit_s)
-        return log, partial(self._call, func, part)
+        return log, partial(func, **part) if self.time_limit_s is None else partial(self._in_time, func, part)
 
     def _scores(
         self, call: Call, start: int, stop: int, begun: tuple[RewardLog, Callable[[], Any]] | None = None
@@ -254,6 +254,8 @@ class RewardFunctions(Stateful):
         log, wait = begun or self._begin(call, start, stop)
         try:
             values = wait()
+            if inspect.isawaitable(values):
+                values = self.loop.value_of(values, self.time_limit_s)
         except (Exception, SystemExit) as error:
             if n <= 1:
                 call.failures.extend((call.first + i, error) for i in range(start, stop))
@@ -297,11 +299,8 @@ class RewardFunctions(Stateful):
             print(f"reward function {name!r} {what} on {len(failures)} of {n} completions, such as {example}: they get "
                   f"no reward from it; from here on see the metric rewards/{name}/failed", flush=True)  # fmt: skip
 
-    def _call(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def _in_time(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What a function returns, within the time limit."""
-        if self.time_limit_s is None:
-            result = func(**arguments)
-            return self.loop.value_of(result, None) if inspect.isawaitable(result) else result
         outcome: Future[Any] = Future()
 
         def work() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.functional.grpo import importance_ratio
-from rl_modules.language.scoring import written_mask
+from rl_modules.language.scoring import tokens_written, written_mask
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,12 +31,39 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
     }
 
 
+def record_completions(module: Any, rollout: dict[str, Any], *columns: Tensor, std: bool = True) -> list[Tensor]:
+    """Records rewards, failures and logs; returns the columns [B], tokens written and finished of all ranks."""
+    total = rollout["prompt_length"] + rollout["length"]
+    own = [*columns, tokens_written(rollout), rollout["finished"], total]
+    table = module.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))
+    *found, total = table[:, : len(own)].unbind(1)
+    module.num_tokens += int(total.sum())
+    for name, column in zip(rollout["reward_names"], table[:, len(own) :].unbind(1), strict=True):
+        n, mean, deviation = moments(column)
+        metrics = {f"rewards/{name}/mean": mean} | ({f"rewards/{name}/std": deviation} if std else {})
+        module.record((n > 0).float(), **metrics)
+    for name, count in rollout.get("failed", {}).items():
+        module.record(**{f"rewards/{name}/failed": count * module._world_size})
+    if logged := rollout.get("logged"):
+        module.record_logged(logged)
+    return found
+
+
+def table_is_due(module: Any) -> bool:
+    """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
+    step = module.trainer.global_step
+    if not module.completions_steps or step < module._table_due_at:
+        return False
+    module._table_due_at = step - step % module.completions_steps + module.completions_steps
+    return True
+
+
 def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
     """Records GRPO's generation; without the tokens' ``entropy`` [B, L] their log-probabilities estimate it."""
     spread = -rollout["log_prob"] if entropy is None else entropy
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
     columns = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
-    reward, earned, spread, length, finished = module.record_completions(rollout, *columns)
+    reward, earned, spread, length, finished = record_completions(module, rollout, *columns)
     metrics = {"entropy": spread.sum() / length.sum(), **length_metrics(length, finished)}
     if (num_generations := rollout["num_generations"]) > 1:  # groups of one, of another baseline, have no spread
         centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
@@ -53,7 +80,7 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
     module.record((n > 0).float(), reward=mean, reward_std=std)
     if "missing" in rollout:
         module.record(**{"dynamic_sampling/missing": rollout["missing"]})
-    if module.table_is_due():
+    if table_is_due(module):
         advantage = fields["advantage"]
         if advantage.ndim == 2:
             advantage = F.masked_mean(advantage, written_mask(rollout), 1)

@@ -10,7 +10,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import fixed, setting
 from rl_modules.language.architecture import text_config
-from rl_modules.language.completion_metrics import length_metrics, moments
+from rl_modules.language.completion_metrics import length_metrics, moments, record_completions, table_is_due
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.logits import logits_by_tiles
 from rl_modules.language.models import check_folder
@@ -273,10 +273,10 @@ class Distillation(PolicyWithReference):
 
     def record_generation(self, rollout: Rollout) -> None:
         """Records rewards and lengths of a generation, over all ranks."""
-        reward, length, finished = self.record_completions(rollout, rollout["reward"])
+        reward, length, finished = record_completions(self, rollout, rollout["reward"])
         self.record(**length_metrics(length, finished))
         if rollout["reward_names"]:
             n, mean, std = moments(reward)
             self.record((n > 0).float(), reward=mean, reward_std=std)
-        if self.table_is_due():
+        if table_is_due(self):
             self.write_completions(rollout)

@@ -1,6 +1,6 @@
 """Metrics of the language algorithms: running means by name, one point of every curve per ``logging_steps``."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from typing import Any
 
@@ -189,14 +189,6 @@ class LanguageMetrics(Algorithm):
 
     def _on_validation_end(self) -> None:
         self._throughput.resume()
-
-    def _names_over_ranks(self, own: Iterable[str]) -> list[str]:
-        """Returns the names that any rank has, in one order on all of them."""
-        if self.trainer.world_size == 1:
-            return list(own)
-        ranks: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(ranks, list(own))
-        return sorted({name for names in ranks for name in names})
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds functions of means, ``train/…`` or ``eval/…``, such as the perplexity; called before logging."""

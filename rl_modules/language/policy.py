@@ -189,19 +189,11 @@ class LanguagePolicy(LanguageModule):
         columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
         for name, column, counts, n in columns:
             self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
-        self.log_logged(batch.get("logged", {}))
+        log_logged(self, batch.get("logged", {}))
         if batch_idx == 0 and self.trainer.is_global_zero:
             table = {"prompt": batch["prompts"], "completion": batch["texts"]}
             table |= {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
             self.write_table("eval/completions", with_logged_columns(table, batch))
-
-    def log_logged(self, logged: dict[str, tuple[float, int]]) -> None:
-        """Logs what reward functions logged about held-out completions, as ``eval/<name>``."""
-        # Lightning reduces each metric over the ranks, which must all have it.
-        for name in self._names_over_ranks(logged):
-            mean, weight = logged.get(name, (0.0, 0))
-            self.claim_logged({f"eval/{name}": name})
-            self._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
         """Writes a table to every logger that supports tables, at the current optimizer step."""
@@ -210,6 +202,20 @@ class LanguagePolicy(LanguageModule):
 
             for adapter in adapters(self.trainer):
                 adapter.write_table(name, columns, rows, self.trainer.global_step)
+
+
+def log_logged(module: Any, logged: dict[str, tuple[float, int]]) -> None:
+    """Logs what reward functions logged about held-out completions, as ``eval/<name>``."""
+    names = list(logged)
+    if module.trainer.world_size > 1:
+        # Lightning reduces each metric over the ranks, which must all have it, in one order.
+        ranks: list[Any] = [None] * module.trainer.world_size
+        torch.distributed.all_gather_object(ranks, names)
+        names = sorted({name for own in ranks for name in own})
+    for name in names:
+        mean, weight = logged.get(name, (0.0, 0))
+        module.claim_logged({f"eval/{name}": name})
+        module._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=module.device)}, weight)
 
 
 def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:

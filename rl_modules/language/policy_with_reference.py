@@ -15,11 +15,10 @@ from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import max_length, plain_config
-from rl_modules.language.completion_metrics import moments
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.sampling.correction import truncations_of, warn_of_lacking_support
-from rl_modules.language.scoring import completion_log_probs, sequence_scores, tokens_written
+from rl_modules.language.scoring import completion_log_probs, sequence_scores
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 if TYPE_CHECKING:
@@ -278,31 +277,6 @@ class PolicyWithReference(LanguagePolicy):
                 else:
                     results[name][rows, : value.shape[1]] = value
         return results
-
-    def record_completions(self, rollout: Rollout, *columns: Tensor, std: bool = True) -> list[Tensor]:
-        """Records rewards, failures and logs; returns the columns [B], tokens written and finished of all ranks."""
-        total = rollout["prompt_length"] + rollout["length"]
-        own = [*columns, tokens_written(rollout), rollout["finished"], total]
-        table = self.gathered(torch.cat([torch.stack([c.float() for c in own], 1), rollout["rewards"].float()], 1))
-        *found, total = table[:, : len(own)].unbind(1)
-        self.num_tokens += int(total.sum())
-        for name, column in zip(rollout["reward_names"], table[:, len(own) :].unbind(1), strict=True):
-            n, mean, deviation = moments(column)
-            metrics = {f"rewards/{name}/mean": mean} | ({f"rewards/{name}/std": deviation} if std else {})
-            self.record((n > 0).float(), **metrics)
-        for name, count in rollout.get("failed", {}).items():
-            self.record(**{f"rewards/{name}/failed": count * self._world_size})
-        if logged := rollout.get("logged"):
-            self.record_logged(logged)
-        return found
-
-    def table_is_due(self) -> bool:
-        """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
-        step = self.trainer.global_step
-        if not self.completions_steps or step < self._table_due_at:
-            return False
-        self._table_due_at = step - step % self.completions_steps + self.completions_steps
-        return True
 
     def write_completions(self, rollout: Rollout, **columns: Tensor) -> None:
         """Writes a table of the first completions with their rewards and further columns, [B] each."""

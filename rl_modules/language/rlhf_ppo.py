@@ -10,7 +10,7 @@ from rl_modules import ranks
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
-from rl_modules.language.completion_metrics import length_metrics
+from rl_modules.language.completion_metrics import length_metrics, record_completions, table_is_due
 from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
 from rl_modules.language.logits import log_probs_at
@@ -330,7 +330,7 @@ class RLHFPPO(PolicyWithReference):
             earned = torch.where(mask, earned, 0.0).sum(1)
         scored = mask.any(1)
         columns = (scored, earned, *summed)
-        counts, score, kl, paid, entropy, length, finished = self.record_completions(rollout, *columns, std=False)
+        counts, score, kl, paid, entropy, length, finished = record_completions(self, rollout, *columns, std=False)
         non_score = -self.beta * paid
         explain = F.explained_variance if self._world_size == 1 else ranks.explained_variance
         explained = explain(rollout["value"][mask], returns[mask])
@@ -354,7 +354,7 @@ class RLHFPPO(PolicyWithReference):
         if self.target_kl is not None and bool(counts.any()):
             kl = F.masked_mean(kl, counts)
             self.beta = F.proportional_kl_coefficient(self.beta, kl, self.target_kl, self.kl_gain)
-        if self.table_is_due():
+        if table_is_due(self):
             self.write_completions(rollout, score=earned.masked_fill(~scored, torch.nan), kl=summed[0])
 
     @torch.no_grad()
