@@ -7,8 +7,15 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.schedules import exploration_rate
 from rl_modules.distributions import sample_allowed
+
+
+def exploration_rate(progress_remaining: float, fraction: float, initial: float, final: float) -> float:
+    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction``, then flat."""
+    done = 1.0 - max(progress_remaining, 0.0)
+    if done >= fraction:
+        return final
+    return initial + (final - initial) * done / fraction
 
 
 def epsilon_greedy(

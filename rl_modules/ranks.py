@@ -46,6 +46,26 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
     return torch.where(total == 0, torch.nan, 1 - left / total)
 
 
+def sums_of_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, dict]:
+    """Sums, counts and reduced values of all ranks. A rank may lack a name that another has."""
+    from rl_modules.core.curves import REDUCTIONS
+
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    numbers = {name: (how, float(x)) for name, (how, x) in reduced.items()}
+    distributed.all_gather_object(everyone, (list(sums), numbers))
+    names = list(dict.fromkeys(name for part, _ in everyone for name in part))
+    if names:
+        table = torch.tensor([sums.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=device)
+        distributed.all_reduce(table)
+        sums = dict(zip(names, map(tuple, table.tolist()), strict=True))
+    merged: dict[str, tuple[str, Tensor]] = {}
+    for _, part in everyone:
+        for name, (how, number) in part.items():
+            value = torch.tensor(number, dtype=torch.float32)
+            merged[name] = (how, REDUCTIONS[how](merged[name][1], value) if name in merged else value)
+    return sums, merged
+
+
 def rank_weight(n: int, device: torch.device) -> float:
     """Returns the factor on this rank's mean over ``n`` transitions that makes the mean over ranks that over all."""
     total = torch.tensor(float(n), dtype=torch.float32, device=device)

@@ -15,12 +15,13 @@ from torch import Tensor
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
+from rl_modules.common.schedules import Schedule, parse_schedule, schedule_value
 from rl_modules.contract import EVERY_STEP, Minibatch, Rollout
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.resume import count_step
 from rl_modules.core.settings import fixed, setting
 from rl_modules.core.state import persistent
+from rl_modules.exploration import exploration_rate
 
 
 class ActionValues(torch.nn.Module):

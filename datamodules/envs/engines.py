@@ -1,6 +1,7 @@
 """Vectors that others made, as Gymnasium vectors: engines, agents of a game, and the user's own."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -10,16 +11,25 @@ from gymnasium.vector.utils import batch_space
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.envs.masks import VectorWithoutMasks
-from datamodules.envs.vector import EnvId, environment_name, has_mask, register_games
+from datamodules.envs.vector import IGNORED, EnvId, environment_name, has_mask, register_games
 from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.masks import MASK, mask_size
 
 
 def make_engine(
-    env_id: EnvId, n_envs: int, vectorization_mode: str, env_kwargs: dict[str, Any], without_masks: bool
+    env_id: EnvId,
+    n_envs: int,
+    vectorization_mode: str,
+    env_kwargs: dict[str, Any],
+    wrappers: Sequence[Any],
+    masks: str | None,
 ) -> VectorEnv:
     """Makes an engine's vector; see :func:`datamodules.envs.vector.make_vector_env`."""
+    if wrappers or masks not in (None, IGNORED):
+        what = "wrappers are" if wrappers else "action masks are"
+        raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
+                         f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
     name = environment_name(env_id)
     is_game = name.startswith("ALE/")
     if vectorization_mode == "envpool":
@@ -46,7 +56,7 @@ def make_engine(
         except TypeError as error:
             raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
         envs = SmallSeeds(envs) if is_game else envs
-    return VectorWithoutMasks(envs) if without_masks and has_mask(envs) else envs
+    return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
 
 
 class EnvPoolVector(VectorEnv):

@@ -84,13 +84,9 @@ def make_vector_env(
 ) -> VectorEnv:
     """``n_envs`` environments that step together, each in :class:`SeededEpisodes`, or an engine."""
     if vectorization_mode in ("vector_entry_point", "envpool"):
-        if wrappers or masks not in (None, IGNORED):
-            what = "wrappers are" if wrappers else "action masks are"
-            raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
-                             f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
         from datamodules.envs.engines import make_engine
 
-        return make_engine(env_id, n_envs, vectorization_mode, env_kwargs or {}, masks == IGNORED)
+        return make_engine(env_id, n_envs, vectorization_mode, env_kwargs or {}, wrappers, masks)
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.

@@ -43,16 +43,3 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Runs compiled layers as they are: each new form of a batch would be compiled anew."""
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-
-
-@contextmanager
-def cast_once(kind: str) -> Iterator[None]:
-    """Keeps what autocast makes of weights on a kind of device; under Lightning each forward pass makes it anew."""
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=True):
-        try:
-            yield
-        finally:  # made without gradient
-            torch.clear_autocast_cache()

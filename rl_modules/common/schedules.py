@@ -62,11 +62,3 @@ def schedule_value(schedule: Schedule, progress_remaining: float) -> float:
         if done <= end:
             return first + (last - first) * max(done - begin, 0.0) / (end - begin)
     return schedule.points[-1][1]
-
-
-def exploration_rate(progress_remaining: float, fraction: float, initial: float, final: float) -> float:
-    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction``, then flat."""
-    done = 1.0 - max(progress_remaining, 0.0)
-    if done >= fraction:
-        return final
-    return initial + (final - initial) * done / fraction

@@ -71,7 +71,9 @@ class Means:
                 before, count = sums.get(name, (0.0, 0.0))
                 sums[name] = (before + total, count + more)
         if trainer is not None and trainer.world_size > 1:
-            sums, reduced = _over_ranks(sums, reduced, trainer.strategy.root_device)
+            from rl_modules.ranks import sums_of_ranks
+
+            sums, reduced = sums_of_ranks(sums, reduced, trainer.strategy.root_device)
         means = {name: total / count for name, (total, count) in sums.items() if count > 0}
         return {**means, **{name: float(value) for name, (_, value) in reduced.items()}}
 
@@ -100,24 +102,6 @@ class Means:
 def _add_outside_of_graphs(means: Means, values: Mapping[str, Tensor | float], weight: Tensor | None) -> None:
     """A graph would be specialised to one length of the lists."""
     means.add(values, weight)
-
-
-def _over_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, dict]:
-    """Sums, counts and reduced values of all ranks. A rank may lack a name that another has."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    numbers = {name: (how, float(x)) for name, (how, x) in reduced.items()}
-    torch.distributed.all_gather_object(everyone, (list(sums), numbers))
-    names = list(dict.fromkeys(name for part, _ in everyone for name in part))
-    if names:
-        table = torch.tensor([sums.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(table)
-        sums = dict(zip(names, map(tuple, table.tolist()), strict=True))
-    merged: dict[str, tuple[str, Tensor]] = {}
-    for _, part in everyone:
-        for name, (how, number) in part.items():
-            value = torch.tensor(number, dtype=torch.float32)
-            merged[name] = (how, REDUCTIONS[how](merged[name][1], value) if name in merged else value)
-    return sums, merged
 
 
 # ---------------------------------------------------------------- loggers and callbacks

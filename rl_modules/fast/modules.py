@@ -12,7 +12,7 @@ _MINUS_ONE = torch.tensor(-1.0)
 #: Read once: the switch's own look-up would take as long as what is saved.
 _IS_FAST = is_fast()
 #: What ``Module.__call__`` looks at, too: hooks of all modules. Torch changes these dictionaries in place.
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks,
     torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
 )  # fmt: skip
@@ -23,7 +23,7 @@ def call(layer: nn.Module, x: Any) -> Any:
     if (
         not _IS_FAST
         or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        or any(_GLOBAL_HOOKS)
+        or any(GLOBAL_HOOKS)
     ):  # fmt: skip
         return layer(x)
     if type(layer) is nn.Sequential:
@@ -31,14 +31,6 @@ def call(layer: nn.Module, x: Any) -> Any:
             x = call(part, x)
         return x
     return layer.forward(x)
-
-
-def is_hooked(layer: nn.Module) -> bool:
-    """Returns whether ``layer(x)`` does more than its class's ``forward``."""
-    return bool(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        or "forward" in layer.__dict__ or any(_GLOBAL_HOOKS)
-    )  # fmt: skip
 
 
 class FastTanh(nn.Module):

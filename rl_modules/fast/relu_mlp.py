@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_modules.fast import is_fast
+from rl_modules.fast.modules import GLOBAL_HOOKS
 
 #: Smallest dimension of a product for which oneDNN is faster.
 SMALLEST = 32
@@ -20,6 +21,14 @@ SMALLEST = 32
 WORTHWHILE = 3_000_000
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Returns whether ``layer(x)`` does more than its class's ``forward``."""
+    return bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        or "forward" in layer.__dict__ or any(GLOBAL_HOOKS)
+    )  # fmt: skip
 
 
 def takes(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 #: Names by the file that has them.
 _MODULES = {
+    "advantages": ["gae"],
     "direct_preferences": ["dpo_loss", "kto_loss", "odds_ratio_loss", "simpo_loss"],
     "distillation": ["distillation_advantage", "generalized_jsd", "with_tail"],
     "distributional": ["categorical_projection", "quantile_huber_loss"],
@@ -21,7 +22,7 @@ _MODULES = {
     "policy": ["adapt_kl_coefficient", "approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss",
                "ppo_penalty_loss"],
     "preferences": ["bradley_terry_loss"], "reductions": ["masked_mean", "masked_whiten"],
-    "returns": ["discounted_returns", "gae", "n_step_returns"],
+    "returns": ["discounted_returns", "n_step_returns"],
     "rlhf": ["proportional_kl_coefficient", "rlhf_rewards"], "tokens": ["token_entropy", "token_log_probs"],
     "td": ["dqn_target", "n_step_rewards", "td_loss"], "value": ["explained_variance", "value_loss"],
 }  # fmt: skip
@@ -40,6 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from rl_modules.functional.advantages import gae
     from rl_modules.functional.direct_preferences import dpo_loss, kto_loss, odds_ratio_loss, simpo_loss
     from rl_modules.functional.distillation import distillation_advantage, generalized_jsd, with_tail
     from rl_modules.functional.distributional import categorical_projection, quantile_huber_loss
@@ -67,7 +69,7 @@ if TYPE_CHECKING:
     )
     from rl_modules.functional.preferences import bradley_terry_loss
     from rl_modules.functional.reductions import masked_mean, masked_whiten
-    from rl_modules.functional.returns import discounted_returns, gae, n_step_returns
+    from rl_modules.functional.returns import discounted_returns, n_step_returns
     from rl_modules.functional.rlhf import proportional_kl_coefficient, rlhf_rewards
     from rl_modules.functional.td import dqn_target, n_step_rewards, td_loss
     from rl_modules.functional.tokens import token_entropy, token_log_probs

@@ -52,6 +52,14 @@ def require_number(name: str, value: float, least: float = 0.0, most: float = ma
         raise ValueError(f"{name} must {bounds}, got {value!r}.")
 
 
+def require_rollout(gamma: float, **fields: Tensor) -> None:
+    """Refuses a γ outside [0, 1], and fields of a rollout that are no tensors of the rewards' shape."""
+    require_same_shape(**fields)
+    if fields["reward"].ndim == 0:
+        raise ValueError("reward has no dimensions, expected time first: [T] or [T, N].")
+    require_number("gamma", gamma, 0.0, 1.0)
+
+
 def require_positive(name: str, value: float) -> None:
     """Refuses zero, a negative number, infinity and NaN."""
     if isinstance(value, str) or not 0.0 < value < math.inf:

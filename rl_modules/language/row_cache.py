@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,26 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rl_modules.common.modules import cast_once, on
+from rl_modules.common.modules import on
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts
 
 _States = tuple[Tensor, Tensor]
 Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]
+
+
+@contextmanager
+def cast_once(kind: str) -> Iterator[None]:
+    """Keeps what autocast makes of weights on a kind of device; under Lightning each forward pass makes it anew."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=True):
+        try:
+            yield
+        finally:  # made without gradient
+            torch.clear_autocast_cache()
 
 
 class RowCache(Cache):

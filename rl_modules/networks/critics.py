@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from rl_modules import functional as F
-from rl_modules.fast.modules import is_hooked
-from rl_modules.fast.relu_mlp import parallel_linear, pays, relu_mlp
+from rl_modules.fast.relu_mlp import is_hooked, parallel_linear, pays, relu_mlp
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import ParallelLinear, activation, hidden_widths, last_layer, mlp, orthogonal

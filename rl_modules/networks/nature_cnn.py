@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import image_shape, is_image, pixel_scale
-from rl_modules.fast.modules import is_hooked
-from rl_modules.fast.relu_mlp import SMALLEST, relu_mlp, takes
+from rl_modules.fast.relu_mlp import SMALLEST, is_hooked, relu_mlp, takes
 
 #: Of the convolutions and the last layer, as they are built.
 _TYPES = (*(nn.Conv2d, nn.ReLU) * 3, nn.Flatten, nn.Linear, nn.ReLU)

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from rl_modules.fast.modules import call, is_hooked
-from rl_modules.fast.relu_mlp import pays, relu_mlp, takes
+from rl_modules.fast.modules import call
+from rl_modules.fast.relu_mlp import is_hooked, pays, relu_mlp, takes
 from rl_modules.networks.encoders import build_encoder, encoding_width
 from rl_modules.networks.layers import ParallelLinear, ParallelMLP, hidden_widths, last_layer, mlp
 
