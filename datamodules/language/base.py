@@ -25,7 +25,6 @@ from rl_modules.language.sampling import Completions
 if TYPE_CHECKING:
     from datamodules.language.mixture import Mixture
     from datamodules.language.on_demand import EncodedRecords
-    from datamodules.language.streaming import RecordStream
     from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -79,7 +78,9 @@ class LanguageDataModule(LanguageArguments):
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and self.streaming:
-            self.stream = self.open_stream()
+            from datamodules.language.streaming import record_stream
+
+            self.stream = record_stream(self)
         elif stage == "fit" and not self.train_records:
             self.train_records = self.load_split("train", self.n_train, not self.reads_all)
         wants_eval = self.n_eval and (stage != "fit" or self.eval_steps)
@@ -106,23 +107,6 @@ class LanguageDataModule(LanguageArguments):
         """Drops the encoded records, to load them for another module; a subclass drops what it made of them."""
         self.train_records, self.eval_records = [], []
         self._encoding = None
-
-    def open_stream(self) -> "RecordStream":
-        """Returns the training records, read as they are needed."""
-        from datamodules.language.formats import as_record
-        from datamodules.language.streaming import RecordStream, open_stream
-
-        rows = open_stream(self.path, self.dataset, self.dataset_config, self.dataset_split)
-
-        def to_record(found: tuple[str, Record]) -> Record:
-            place, row = found
-            return as_record(row, place, self.columns, self.answer_after, self.required, self.reshape, self.texts)
-
-        def encode(read: list[tuple[str, Record]]) -> list[Record]:
-            return self._encode_and_report([to_record(found) for found in read]) if read else []
-
-        per_row = self.records_per_row(map(to_record, rows(0)))
-        return RecordStream(rows, encode, self.streaming_buffer, self.seed, self.source, per_row)
 
     def records_per_row(self, records: Iterator[Record]) -> int:
         """Returns how many records :meth:`encode` makes of a streamed row; ``records`` reads those of the source."""

@@ -40,6 +40,7 @@ def without_environment(data: Any) -> str | None:
 
 
 def _written_ahead(data: Any) -> Any:
+    """Returns the queue of rounds that are written ahead."""
     from datamodules.language.ahead import WrittenAhead, write_ahead
 
     in_thread = not data.async_generations or data.policy.hparams["sampler"] == "vllm_server"

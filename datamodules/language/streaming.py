@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl
+from datamodules.language.formats import as_record
 from datamodules.language.notices import notice
 from datamodules.language.on_demand import Placed
 from datamodules.language.sources import NothingUsable
@@ -137,3 +138,18 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
             yield f"{name}, row {i}", as_written(row)
 
     return rows
+
+
+def record_stream(data: Any) -> RecordStream:
+    """Returns a datamodule's training records, read as they are needed."""
+    rows = open_stream(data.path, data.dataset, data.dataset_config, data.dataset_split)
+
+    def to_record(found: tuple[str, Record]) -> Record:
+        place, row = found
+        return as_record(row, place, data.columns, data.answer_after, data.required, data.reshape, data.texts)
+
+    def encode(read: list[tuple[str, Record]]) -> list[Record]:
+        return data._encode_and_report([to_record(found) for found in read]) if read else []
+
+    per_row = data.records_per_row(map(to_record, rows(0)))
+    return RecordStream(rows, encode, data.streaming_buffer, data.seed, data.source, per_row)
