@@ -26,7 +26,7 @@ CURVES = ("train/reward", "eval/rewards/environment", "environment/turns", "trai
           "train/entropy", "train/loss")  # fmt: skip
 #: Of each world: the first stage's config, and how many scripted dialogues it reads.
 STARTS = {"maze": ("agent/sft_maze.yaml", 2000), "nim": ("agent/sft.yaml", 500),
-          "guess": ("agent/sft_guess.yaml", 8000), "arithmetic": ("agent/sft_tools.yaml", 8000),
+          "guess": ("agent/sft_guess.yaml", 32000), "arithmetic": ("agent/sft_tools.yaml", 8000),
           "islands": ("agent/sft_tools.yaml", 8000)}  # fmt: skip
 #: A chat template for the character tokenizer, with calls in the format of Hermes and Qwen. What the model writes ends
 #: with ``<eos>``; every other message is a line.

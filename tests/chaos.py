@@ -85,6 +85,8 @@ TURNS = [
 OUTSIDE = "--data.environment=tests.datamodules.language.dialogue_cases:Outside"
 
 CASES: dict[str, list[str]] = {
+    "ppo-recorded": [*PPO, "--data.env_id=torch/CartPole-v1", "--data.rollouts_per_epoch=4", "--model.graph=true",
+                     "--data.total_timesteps=8192", "--trainer.accelerator=cpu"],
     "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
     "ppo-async": [*PPO, "--data.env_id=CartPole-v1", "--data.vectorization_mode=async", "--data.n_envs=2"],
     "ppo-overlap": [*PPO, "--data.env_id=Pendulum-v1", "--data.norm_obs=true", "--data.overlap=true"],

@@ -23,7 +23,11 @@ LEFT = ("grad_norm", "td_error")
 
 
 class MeansInPlace(Means):
-    """Sums in tensors that stay where they are, to which a replay adds."""
+    """Sums in tensors that stay where they are, to which a replay adds.
+
+    They are double, so that a checkpoint, which reads them, changes no mean by its place; on a CPU, where only a run's
+    first call is checked as a recording, the later ones add to them too.
+    """
 
     def __init__(self, totals: dict[tuple[str, ...], Tensor] | None = None) -> None:
         super().__init__()
@@ -32,18 +36,19 @@ class MeansInPlace(Means):
 
     def add(self, values: Any, weight: Tensor | None = None) -> None:
         device = next((x.device for x in values.values() if isinstance(x, Tensor)), None)
-        if device is None or not is_recording():
+        if device is None or weight is not None or not (is_recording() or device.type == "cpu"):
             super().add(values, weight)
             return
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # that has no double
         numbers = [
-            x.detach().float().reshape(())
+            x.detach().float().to(dtype).reshape(())
             if isinstance(x, Tensor)
-            else torch.full((), float(x), dtype=torch.float32, device=device)
+            else torch.full((), float(x), dtype=dtype, device=device)
             for x in [*values.values(), 1.0]
         ]
         names = tuple(values)
         if names not in self._totals:
-            self._totals[names] = torch.zeros(len(numbers), dtype=torch.float32, device=device)
+            self._totals[names] = torch.zeros(len(numbers), dtype=dtype, device=device)
         self._totals[names].add_(torch.stack(numbers))
 
     def _read(self) -> None:
