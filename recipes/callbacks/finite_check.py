@@ -9,15 +9,16 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from rl_modules.algorithm import Algorithm
 from rl_modules.common.errors import UsageError
 
 
 class FiniteCheck(Callback):
     """Checks the loss and the gradient's norm of every batch, and the weights before a checkpoint is written.
 
-    The gradient's norm is checked where the module sets ``grad_norm``. On an accelerator a batch is checked after the
-    next one, so that the device is never waited for. The batch of a bad step is written to ``bad_batch.pt`` in the
-    folder of the checkpoints.
+    The gradient's norm is checked where the algorithm clips, or where another module sets ``grad_norm``. On an
+    accelerator a batch is checked after the next one, so that the device is never waited for. The batch of a bad step
+    is written to ``bad_batch.pt`` in the folder of the checkpoints.
 
     ``rl fit`` checks every run. In Python: ``Trainer(callbacks=[FiniteCheck()])``.
 
@@ -38,7 +39,8 @@ class FiniteCheck(Callback):
         if not isinstance(loss, Tensor):
             return
         # In half precision gradients overflow occasionally, and the loss scaler skips those steps.
-        norm = None if trainer.precision == "16-mixed" else getattr(pl_module, "grad_norm", None)
+        owner = pl_module.run if isinstance(pl_module, Algorithm) else pl_module
+        norm = None if trainer.precision == "16-mixed" else getattr(owner, "grad_norm", None)
         step = (trainer.global_step, trainer.current_epoch, batch, loss, norm)
         if loss.device.type == "cpu":
             _check_step(trainer, *step)
