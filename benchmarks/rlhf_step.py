@@ -21,6 +21,7 @@ from benchmarks.grpo import SIZE_25M, never_ends
 from benchmarks.memory import forget_the_peak, resident, varied
 from datamodules import PromptDataModule
 from rl_modules import RLHFPPO, RewardModel
+from rl_modules.language.fast import early_gradient
 
 clock = time.process_time
 
@@ -71,8 +72,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=0, help="0: the tokenizer's")
     parser.add_argument("--value_head_on_policy", action="store_true")
     parser.add_argument("--memory", action="store_true", help="without plain passes")
+    parser.add_argument("--one_backward", action="store_true", help="one backward pass for policy and value model")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.one_backward:
+        early_gradient.is_fast = lambda: False
     config = {
         **SIZE_25M,
         "num_hidden_layers": given.layers,

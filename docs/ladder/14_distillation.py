@@ -200,9 +200,10 @@ h.keep("Distillation", runs["JSD, w = 1/2"], "train/reward")
 
 # %% [markdown]
 # **How to read it.** From as short an SFT GRPO rested near 0 (the broken run of the page before). Distillation passes a
-# return of 0 after about 30 steps and comes close to the teacher's. The comparison is not fair: GRPO had to find the
-# way, and this student is told. The return measures the task. The loss is the KL of the student's own tokens, which is
-# a mean per token, so that it also falls when dialogues grow longer.
+# return of 0 after about 30 steps and comes close to the teacher's. The two learn from different signals: GRPO from the
+# return of whole dialogues, this student from the teacher's distribution at every token. The return measures the task.
+# The loss is the KL of the student's own tokens. It is a mean per token, so that it also falls when dialogues grow
+# longer.
 #
 # **What failure looks like.** The reverse KL falls to 1.2 nats and stays there, at a return of -10. The table below
 # shows seed 1 after 80 steps: two directions are right, and in the third cell it gives no character more than two

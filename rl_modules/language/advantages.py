@@ -13,7 +13,7 @@ from rl_modules import functional as F
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
-from rl_modules.language.grpo_options import require_advantages
+from rl_modules.language.grpo_checks import require_advantages
 
 GroupScores = Callable[[Tensor], Tensor]
 

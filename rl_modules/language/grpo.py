@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.core.settings import setting
-from rl_modules.language import grpo_options as options
+from rl_modules.language import grpo_checks as checks
 from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import record_clipping, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
@@ -42,12 +42,12 @@ class GRPO(PolicyWithReference):
         least=0)  # fmt: skip
     epsilon: float = setting(
         0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=lambda m: options.without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
+        idle=lambda m: checks.without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
                                            "epsilon_high alone"))  # fmt: skip
     epsilon_high: float | None = setting(
         None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
-        idle=options.without_clip)  # fmt: skip
+        idle=checks.without_clip)  # fmt: skip
     delta: float | None = setting(
         None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
         "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
@@ -59,18 +59,18 @@ class GRPO(PolicyWithReference):
         one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
     sapo_temperature_pos: float = setting(
         1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=options.without_sapo)  # fmt: skip
+        idle=checks.without_sapo)  # fmt: skip
     sapo_temperature_neg: float = setting(
-        1.05, "the same for other advantages", above=0, idle=options.without_sapo)  # fmt: skip
+        1.05, "the same for other advantages", above=0, idle=checks.without_sapo)  # fmt: skip
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
-        kind=bool | str, check=options.check_scale)  # fmt: skip
+        kind=bool | str, check=checks.check_scale)  # fmt: skip
     advantage_function: Any = setting(
         None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
         "Python also the function itself", kind=str | None, argument="advantages",
-        stores=options.path_of)  # fmt: skip
+        stores=checks.path_of)  # fmt: skip
     importance_sampling_level: str = setting(
         "token", "ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
         "(``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are these with "
@@ -104,9 +104,9 @@ class GRPO(PolicyWithReference):
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
         "``token_truncate`` if the sampler does not return the tokens that its filters kept", one_of=MODES)  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0, idle=options.without_correction)  # fmt: skip
+        None, "lower bound on ρ; null: none", least=0, idle=checks.without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0, idle=options.without_correction)  # fmt: skip
+        3.0, "upper bound on ρ; null: none", least=0, idle=checks.without_correction)  # fmt: skip
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -121,7 +121,7 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options.refuse_contradictions(self)
+        checks.refuse_contradictions(self)
         if self.advantage_function is not None:
             from rl_modules.language.advantages import load_argument
 
@@ -137,7 +137,7 @@ class GRPO(PolicyWithReference):
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if stage == "fit":
-            options.check_run(self)
+            checks.check_run(self)
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -165,7 +165,7 @@ class GRPO(PolicyWithReference):
         everyone = self.gathered(rollout["reward"])
         advantage = self.advantages(everyone, rollout["num_generations"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
-        fields["advantage"] = options.require_advantages(advantage, everyone, mask.shape[1])[own]
+        fields["advantage"] = checks.require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
             from rl_modules.language.advantages import turn_advantages
 

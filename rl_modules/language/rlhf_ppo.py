@@ -233,7 +233,7 @@ class RLHFPPO(PolicyWithReference):
         share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
         if self.value_head is None:
             weighted_value_loss, value_loss, value = loss_of(
-                self.value_model, lambda: self.values(*text, extent), lambda value: self.value_loss(value, batch),
+                self, lambda: self.values(*text, extent), lambda value: self.value_loss(value, batch),
                 share * self.vf_coef,
             )  # fmt: skip
             log_prob, _ = completion_log_probs(self.model, *text, self.temperature, False, extent, filtered)

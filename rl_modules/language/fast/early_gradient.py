@@ -1,7 +1,7 @@
-"""The gradient of a loss that one module alone has a part in, taken with the forward pass, which frees its activations.
+"""The gradient of one of a step's losses, taken with its forward pass, which frees its activations.
 
-A step of RLHFPPO trains two models of one size. With one backward pass for both the activations of both are alive at
-its start: .63 of that peak is left if the value model's are gone before the policy's come (``benchmarks.rlhf_step``).
+A step of RLHFPPO trains two models of one size. With one backward pass for both, the activations of both are alive at
+its start; taken first, the value model's are gone before the policy's come (``benchmarks.rlhf_step --memory``).
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ class _Taken(torch.autograd.Function):
 def loss_of(
     module: nn.Module, output: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the weighted loss of a module's output, that loss and the output; only the first has a gradient.
+    """Returns the weighted loss of ``output()``, that loss and the output; only the first has a gradient.
 
-    Sharded weights get their gradients in the one backward pass, and so do losses in half precision, which are scaled
-    before it.
+    That is the gradient of all of ``module``'s parameters that the loss depends on. Sharded weights get theirs in the
+    one backward pass, and so do losses in half precision, which are scaled before it.
     """
     found = output()
     plain = loss(found)

@@ -367,6 +367,20 @@ def test_the_value_models_gradient_is_taken_before_the_policys_pass_and_is_that_
     torch.testing.assert_close(early, late, atol=1e-7, rtol=1e-6)
 
 
+def test_a_value_loss_with_a_parameter_of_its_own_trains_it(make):
+    class Scaled(RLHFPPO):
+        def build_model(self, config, source):
+            super().build_model(config, source)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def value_loss(self, value, batch):
+            return super().value_loss(value * self.scale, batch)
+
+    module, data = make(Scaled, cliprange_value=None, optimizer=sgd)
+    fit(module, data, max_steps=2)
+    assert module.scale.item() != 1.0
+
+
 # -------------------------------------------------------------------- models beside the policy
 
 
