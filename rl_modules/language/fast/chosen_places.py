@@ -66,7 +66,7 @@ def _feed_forward(network: Any) -> nn.Module | None:
 
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     network = transformers_model(model)
-    part = _feed_forward(network)  # of the last of the layers that the model has during the check
+    part = _feed_forward(network)
     text = probe_texts(model, [9])[0]
     place = torch.tensor([1, 4, 5, 8], device=text.device)
     whole = model(input_ids=text[None], use_cache=False).logits[0].log_softmax(-1)

@@ -1,8 +1,7 @@
 """Checks whether a fast path is exact on a loaded model: runs it and the plain path on a few tokens, once per model.
 
 Transformers adds architectures faster than a list of them could be maintained. If a model's fast path gives other
-numbers than one plain forward pass per text, the model takes the plain path, and a message says so. The comparison runs
-on the model's first layers, which include every kind of its layers; only a disagreement is checked again on all layers.
+numbers than one plain forward pass per text, the model takes the plain path, and a message says so.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, uncompiled
 from rl_modules.language.architecture import text_config, transformers_model
-from rl_modules.language.models import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -44,34 +42,23 @@ def agrees(
     if key not in found:
         found[key] = False  # while the comparison runs, nothing else takes the fast path
         relative = 1e-6 if exact else _rounding(model)
-        with _plainly(model):
-            with first_layers(model) as is_part:
-                verdict = _verdict(model, compare, relative, must_run=False) if is_part else None
-            if verdict is None or not verdict.is_right:
-                # A fast path is rejected only after a comparison on all layers.
-                try:
-                    verdict = _verdict(model, compare, relative, must_run)
-                except BaseException:
-                    del found[key]
-                    raise
-        if verdict.is_right is None:
+        try:
+            with _plainly(model):
+                reason = _disagreement(model, compare, relative, must_run)
+        finally:
             del found[key]
+        if reason is None:
             return True
-        found[key], reason = verdict.is_right, verdict.reason
-        if not found[key] and instead:
+        found[key] = not reason
+        if reason and instead:
             log.warning("%s: %s %s on this model, so that %s", type(model).__name__, what, reason, instead)
     return found[key]
 
 
-class _Verdict(NamedTuple):
-    #: None: the model's own numbers are not finite, since training has diverged or the weights are broken.
-    is_right: bool | None
-    reason: str
-
-
-def _verdict(
+def _disagreement(
     model: Any, compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: float, must_run: bool
-) -> _Verdict:
+) -> str | None:
+    """What is wrong with a fast path, else nothing; None: the model's own numbers are not finite."""
     try:
         fast, alone, batched = compare()
         if fast.shape != alone.shape:  # a compiled model does not call hooks that came later
@@ -79,13 +66,13 @@ def _verdict(
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         if must_run:
             raise
-        return _Verdict(False, f"fails: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+        return f"fails: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     if not bool(alone.isfinite().all()):
-        return _Verdict(None, "")
+        return None
     size, bound = _difference(fast, alone, batched, relative)
     if size > bound:  # a small log-probability may be the difference of two large logits, which are rounded
         bound += relative * max(_largest_logit(model) - float(alone.abs().max()), 0.0)
-    return _Verdict(size <= bound, f"differs by {size:.2g} nats")
+    return "" if size <= bound else f"differs by {size:.2g} nats"
 
 
 def require_left_to_right(model: Any) -> None:
@@ -100,7 +87,7 @@ def warn_of_noise(model: Any) -> None:
     """Warns if a model in training mode is random although ``remove_dropout`` has set its rates to 0."""
     tokens = probe_texts(model, [8])[0][None]
     found: list[Tensor] = []
-    with _plainly(model, training=True), first_layers(model):
+    with _plainly(model, training=True):
         for seed in (0, 1):
             torch.manual_seed(seed)
             found.append(_outputs(model, tokens).double())
@@ -203,12 +190,8 @@ def shortest_window(config: Any) -> int | None:
     return min(fields.values(), default=None)
 
 
-# ---------------------------------------------------------------- the first layers of a model
-
 #: Names of the list of blocks in transformers' models.
 _BLOCKS = ("layers", "h", "blocks")
-#: Attributes that number layers.
-_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
 
 def body_of(network: Any) -> nn.Module:
@@ -224,49 +207,3 @@ def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
         if isinstance(found, nn.ModuleList) and len(found):
             return name, found
     return None
-
-
-@contextmanager
-def first_layers(model: Any) -> Iterator[bool]:
-    """Inside, the model has only its first layers, one of every kind, so that a check takes a tenth of the time."""
-    network = transformers_model(model)
-    body, config = body_of(network), text_config(network.config)
-    found = None if is_sharded(model) else blocks_of(body)
-    kinds = None if found is None else getattr(config, "layer_types", None)
-    depth = None if found is None else _depth(found[1])
-    if found is None or depth is None or getattr(config, "num_hidden_layers", None) != len(found[1]):
-        yield False
-        return
-    name, blocks = found
-    setattr(body, name, nn.ModuleList(list(blocks[:depth])))
-    config.num_hidden_layers = depth
-    if kinds is not None:
-        config.layer_types = list(kinds[:depth])
-    try:
-        yield True
-    finally:
-        setattr(body, name, blocks)
-        config.num_hidden_layers = len(blocks)
-        if kinds is not None:
-            config.layer_types = kinds
-
-
-def _depth(blocks: nn.ModuleList) -> int | None:
-    """How many layers hold every kind and end with the last one's; None: nearly all."""
-    kinds = [_kind(block) for block in blocks]
-    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
-    complete = max(max(first.values()), 1)
-    depth = next(i for i in range(complete, len(kinds)) if kinds[i] == kinds[-1]) + 1 if len(kinds) > 1 else 1
-    return depth if 2 * depth <= len(kinds) else None
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What tells layers of different kinds apart: modules, their settings, and the shapes of their weights."""
-    settings = tuple(
-        (name, type(module).__name__, tuple(sorted(
-            (key, str(value)) for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | type(None)) and key not in _NUMBERS and key != "training"
-        )))
-        for name, module in block.named_modules()
-    )  # fmt: skip
-    return settings, tuple((name, weight.shape) for name, weight in block.named_parameters())

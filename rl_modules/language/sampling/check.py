@@ -144,10 +144,8 @@ def decodes(model: Any, make_cache: MakeCache, instead: str = "", at_once: int |
     if (made := make_cache(longest)) is None:
         return False
 
-    def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
-        cache = make_cache(longest)  # of as many layers as the model has during the check
-        assert cache is not None
-        Decoding(model, cache, prompts, rule, draws, record).run(at_once)
+    def run(*of_decoding: Any) -> None:
+        Decoding(model, made, *of_decoding).run(at_once)
 
     what = f"{does} through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
     return agrees(model, what, lambda: _compare(model, run, lengths, new), instead)
@@ -157,15 +155,10 @@ def generates(model: Any) -> bool:
     """Whether the model's own ``generate`` agrees with one forward pass per text when prompts differ in length."""
     from rl_modules.language.sampling.own_generate import generate
 
-    def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
-        generate(model, prompts, rule, draws, record, synced_gpus=False)
-
-    return agrees(model, "generate()", lambda: _compare(model, run, _PROMPTS, _NEW), "")
+    return agrees(model, "generate()", lambda: _compare(model, partial(generate, model), _PROMPTS, _NEW), "")
 
 
-def _compare(
-    model: Any, run: Decode, lengths: _Lengths, new: _Lengths
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _compare(model: Any, run: Decode, lengths: _Lengths, new: _Lengths) -> tuple[Tensor, Tensor, Tensor]:
     asked = probe_texts(model, lengths)
     device = asked[0].device
     prompts = Prompts.of([text.tolist() for text in asked], 1, 0, device)

@@ -11,7 +11,9 @@ from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record
 
 
-def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
+def generate(
+    model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool = False
+) -> None:
     """Makes the same draws within the model's ``generate``, which creates the cache that the model needs."""
     tokens, mask = prompts.tokens[prompts.source], prompts.mask[prompts.source]
     done = torch.zeros_like(prompts.source, dtype=torch.bool)

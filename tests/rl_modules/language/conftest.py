@@ -3,7 +3,7 @@
 import pytest
 
 #: Modules that test fast paths; elsewhere those tests do that pack texts.
-OF_FAST_PATHS = ("test_fast_paths", "test_logits", "test_self_check", "test_shallow", "test_shared_scoring",
+OF_FAST_PATHS = ("test_fast_paths", "test_logits", "test_self_check", "test_shared_scoring",
                  "test_tiled_head")  # fmt: skip
 
 
