@@ -14,7 +14,6 @@ from datamodules.language.reward_arguments import TrainerState
 from datamodules.language.reward_calls import EarlyRewards
 from rl_modules.core.state import Stateful, persistent
 from rl_modules.language.sampling import Completions
-from rl_modules.language.sampling.protocol import replaced
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
@@ -154,3 +153,24 @@ def without_stale(data: Any, records: list[Record], seeds: list[int], written: C
     rows = [group * n_each + j for group in groups for j in range(n_each)]
     again = data.complete(module.act, [records[group] for group in groups], [seeds[row] for row in rows], n_each)
     return replaced(written, rows, again, data._pad_id)
+
+
+def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_token_id: int) -> Completions:
+    """Completions with some rows replaced, as wide as the longest of them."""
+    device, chosen = written.length.device, dict[str, Any]()
+    order = torch.arange(len(written.length), device=device)
+    order[torch.tensor(list(rows), device=device)] = len(order) + torch.arange(len(rows), device=device)
+    width = int(torch.cat([written.length, by.length])[order].max())
+    for name, own in vars(written).items():
+        other = getattr(by, name)
+        if own is None or other is None:
+            continue
+        if isinstance(own, list):
+            chosen[name] = [[*own, *other][row] for row in order.tolist()]
+            continue
+        if own.ndim > 1:
+            fill, widest = pad_token_id if name == "tokens" else 0, max(own.shape[1], other.shape[1])
+            own, other = (torch.nn.functional.pad(x, (0, widest - x.shape[1]), value=fill) for x in (own, other))
+        both = torch.cat([own, other])[order]
+        chosen[name] = both[:, :width] if both.ndim > 1 and name != "kept" else both
+    return Completions(**chosen)

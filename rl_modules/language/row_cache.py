@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rl_modules.common.modules import on
 
 if TYPE_CHECKING:
-    from rl_modules.language.sampling.rows import Prompts
+    from rl_modules.language.sampling.decode import Prompts
 
 _States = tuple[Tensor, Tensor]
 Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]

@@ -27,7 +27,7 @@ from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.row_cache import Forward, RowCache, RowLayer
 
 if TYPE_CHECKING:
-    from rl_modules.language.sampling.rows import Prompts
+    from rl_modules.language.sampling.decode import Prompts
 
 log = logging.getLogger(__name__)
 

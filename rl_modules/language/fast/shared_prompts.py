@@ -22,7 +22,7 @@ from rl_modules.language.fast.grouped_attention import attention_of
 from rl_modules.language.row_cache import Parked, RowCache
 
 if TYPE_CHECKING:
-    from rl_modules.language.sampling.rows import Prompts
+    from rl_modules.language.sampling.decode import Prompts
 
 _NAME = "shared_prompts"
 _current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding under way")

@@ -17,15 +17,12 @@ from rl_modules.language.fast.grouped_attention import can_group, without_plans
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.decode import Decoding
+from rl_modules.language.sampling.decode import Decoding, Prompts, Record
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.rows import Prompts, Record
 
-#: Lengths of the self-check's prompts, and tokens that each is continued by.
-_PROMPTS, _NEW = (4, 2, 1), (3, 3, 3)
-#: The same where two rows are decoded together: the third begins beside the second, whose text is shorter.
-_LATER_PROMPTS, _LATER_NEW = (2, 1, 5), (2, 4, 2)
-_Lengths = tuple[int, ...]
+#: Lengths of the self-check's prompts, and tokens that each is continued by. Two rows are decoded together: the third
+#: begins beside the second, whose text is shorter.
+_PROMPTS, _NEW, _AT_ONCE = (2, 1, 5), (2, 4, 2), 2
 Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
 #: An empty cache for rows of so many tokens; None: the model's rows are more than keys and values of all tokens.
 MakeCache = Callable[[int], RowCache | None]
@@ -62,7 +59,8 @@ def cache_for(
                          "decodes than when it reads them, so that nothing can be sampled from it; take another "
                          "architecture")  # fmt: skip
     warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
-              "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
+              "goes through its generate(): prompts are not shared, rows that have ended stay, and "
+              "max_rows_in_flight rows are written part after part")  # fmt: skip
     return None
 
 
@@ -119,47 +117,29 @@ def _groups(model: Any, longest: int) -> bool | None:
     return None
 
 
-def may_refill(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
-    """Whether waiting rows may take the places of rows that have ended."""
-    if cache is None:
-        warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
-                  "max_rows_in_flight rows are written part after part")  # fmt: skip
-        return False
-    if synced_gpus:
-        return True
-    make_cache: MakeCache = partial(type(cache).for_model, text_config(model.config))
-    if hasattr(cache, "grouped"):
-        from rl_modules.language.fast.graphs import new_cache
-
-        make_cache = partial(new_cache, model, cache.grouped, slots=2)
-    return decodes(model, make_cache, "max_rows_in_flight rows are written part after part", at_once=2)
-
-
-def decodes(model: Any, make_cache: MakeCache, instead: str = "", at_once: int | None = None) -> bool:
-    """Whether token-by-token decoding through a cache, or of two rows ``at_once`` whose places a third takes, has the
+def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
+    """Whether token-by-token decoding through a cache, in which a row takes the place of one that has ended, has the
     log-probabilities of one forward pass per text; else it says what is done ``instead``.
     """
-    does, lengths, new = ("decoding", _PROMPTS, _NEW) if at_once is None else ("refilling", _LATER_PROMPTS, _LATER_NEW)
-    longest = max(lengths) + max(new)
-    if (made := make_cache(longest)) is None:
+    if (made := make_cache(max(_PROMPTS) + max(_NEW))) is None:
         return False
 
     def run(*of_decoding: Any) -> None:
-        Decoding(model, made, *of_decoding).run(at_once)
+        Decoding(model, made, *of_decoding).run(_AT_ONCE)
 
-    what = f"{does} through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
-    return agrees(model, what, lambda: _compare(model, run, lengths, new), instead)
+    what = f"decoding through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
+    return agrees(model, what, lambda: _compare(model, run), instead)
 
 
 def generates(model: Any) -> bool:
     """Whether the model's own ``generate`` agrees with one forward pass per text when prompts differ in length."""
     from rl_modules.language.sampling.own_generate import generate
 
-    return agrees(model, "generate()", lambda: _compare(model, partial(generate, model), _PROMPTS, _NEW), "")
+    return agrees(model, "generate()", lambda: _compare(model, partial(generate, model)), "")
 
 
-def _compare(model: Any, run: Decode, lengths: _Lengths, new: _Lengths) -> tuple[Tensor, Tensor, Tensor]:
-    asked = probe_texts(model, lengths)
+def _compare(model: Any, run: Decode) -> tuple[Tensor, Tensor, Tensor]:
+    asked, new = probe_texts(model, _PROMPTS), _NEW
     device = asked[0].device
     prompts = Prompts.of([text.tolist() for text in asked], 1, 0, device)
     limit = torch.tensor(new, dtype=torch.int64, device=device)

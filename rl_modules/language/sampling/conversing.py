@@ -15,11 +15,10 @@ from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import Parked, RowCache
 from rl_modules.language.sampling import native
-from rl_modules.language.sampling.check import cache_for, may_refill
-from rl_modules.language.sampling.decode import _ROOM, Decoding, _Live
+from rl_modules.language.sampling.check import cache_for
+from rl_modules.language.sampling.decode import _ROOM, Decoding, Prompts, Record, Waiting, _Live
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings
-from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 from rl_modules.language.sampling.turns import Further, Partner
 
 
@@ -168,7 +167,7 @@ def converse_natively(
     with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), native.plain_layers(model):
         longest = min(max(map(len, prompts)) + whole, positions)
         cache = cache_for("dynamic", model, longest, False, at_once, sampler.graph_memory)
-        if cache is None or not may_refill(model, cache, False):
+        if cache is None:
             return None
         batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
         limit = (positions - batch.length[batch.source]).clamp(max=whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,10 @@ from rl_modules.common.modules import evaluation_mode, on, uncompiled
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
-from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill, wants_graphs
-from rl_modules.language.sampling.decode import Decoding
+from rl_modules.language.sampling.check import GRAPHS, cache_for, wants_graphs
+from rl_modules.language.sampling.decode import Decoding, Prompts, Record
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings, joined
-from rl_modules.language.sampling.rows import Prompts, Record
+from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
@@ -102,38 +100,21 @@ def sample(
     if device.type == "mps":
         raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
     at_once = rows_in_flight(model, prompts, num_generations, max_completion_length, max_rows_in_flight, synced_gpus)
-    rows = len(prompts) * num_generations
     longest = min(max(map(len, prompts)) + max_completion_length, positions)
-
-    cache_of = functools.partial(cache_for, cache_implementation, model, longest, synced_gpus, share=graph_memory)
-
-    def write(first: int, last: int, at_once: int | None) -> Completions:
-        if last - first == rows:
-            asked, each = prompts, num_generations
-        else:
-            asked, each = [prompts[row // num_generations] for row in range(first, last)], 1
-        batch = Prompts.of(asked, each, pad_token_id, device)
-        limits = [min(positions - batch.lengths[source], max_completion_length) for source in batch.sources]
-        draws = uniforms(seeds[first:last], max(limits)).to(device, non_blocking=True)
-        limit, ends = on(device, limits), on(device, stops)
-        record = Record(limit, ends, pad_token_id, on_ended, return_sampling_mask and rule.truncates, first)
-        cache = cache_of(min(at_once or last - first, last - first))
+    batch = Prompts.of(prompts, num_generations, pad_token_id, device)
+    limits = [min(positions - batch.lengths[source], max_completion_length) for source in batch.sources]
+    draws = uniforms(seeds, max(limits)).to(device, non_blocking=True)
+    keeps = return_sampling_mask and rule.truncates
+    record = Record(on(device, limits), on(device, stops), pad_token_id, on_ended, keeps)
+    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
+        cache = cache_for(cache_implementation, model, longest, synced_gpus, at_once, graph_memory)
         if cache is None:
             from rl_modules.language.sampling.own_generate import generate
 
-            generate(model, batch, rule, draws, record, synced_gpus)
+            generate(model, batch, rule, draws, record, at_once, synced_gpus)
         else:
             Decoding(model, cache, batch, rule, draws, record, synced_gpus).run(at_once)
         return _completions(record, model)
-
-    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
-        if at_once >= rows:
-            return write(0, rows, None)
-        if may_refill(model, cache_of(at_once), synced_gpus):
-            return write(0, rows, at_once)
-        return joined(
-            [write(first, min(first + at_once, rows), None) for first in range(0, rows, at_once)], pad_token_id
-        )
 
 
 class NativeSampler(Sampler):

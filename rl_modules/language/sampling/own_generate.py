@@ -7,14 +7,25 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rl_modules.language.architecture import transformers_model
+from rl_modules.language.sampling.decode import Prompts, Record
 from rl_modules.language.sampling.draw import NextToken
-from rl_modules.language.sampling.rows import Prompts, Record
 
 
 def generate(
-    model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool = False
+    model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, at_once: int | None = None,
+    synced_gpus: bool = False,
+) -> None:  # fmt: skip
+    """Makes the same draws within the model's ``generate``, at most so many rows together, part after part."""
+    count = len(prompts.sources)
+    for first in range(0, count, at_once or count):
+        rows = range(first, min(first + (at_once or count), count))
+        _generate(model, prompts.part(list(rows)), rule, draws[:, rows.start : rows.stop], record, first, synced_gpus)
+
+
+def _generate(
+    model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, first: int, synced_gpus: bool
 ) -> None:
-    """Makes the same draws within the model's ``generate``, which creates the cache that the model needs."""
+    """Writes the rows from ``first`` on; ``generate`` creates the cache that the model needs."""
     tokens, mask = prompts.tokens[prompts.source], prompts.mask[prompts.source]
     done = torch.zeros_like(prompts.source, dtype=torch.bool)
     seen: Tensor | None = None
@@ -30,9 +41,9 @@ def generate(
         if seen is not None:
             seen.scatter_(-1, token.unsqueeze(-1), True)
         row = (~done).nonzero().squeeze(-1)
-        done[row] = record.add(step, row, token[row], log_prob[row])
+        done[row] = record.add(step, first + row, token[row], log_prob[row])
         if record.keeps:
-            record.keep(torch.full_like(row, step), row, scores[row])
+            record.keep(torch.full_like(row, step), first + row, scores[row])
         return torch.full_like(logits, -torch.inf).scatter_(-1, token.unsqueeze(-1), 0.0)
 
     # `generate` would take settings that are not given from the model's generation config, such as penalties or EOS
@@ -57,4 +68,4 @@ def generate(
         )
     finally:
         network.generation_config = own_config
-    record.announce(torch.arange(len(done), device=done.device))
+    record.announce(first + torch.arange(len(done), device=done.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -113,40 +113,3 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Releases everything; the sampler is not used again."""
         return
-
-
-def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
-    """Returns the rows of several completions as one, as wide as the longest of them."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def column(name: str) -> Any:
-        found: list[Any] = [x for part in parts if (x := getattr(part, name)) is not None]
-        if len(found) < len(parts):
-            return None
-        if isinstance(found[0], list):
-            return [row for rows in found for row in rows]
-        if found[0].ndim > 1:
-            width, fill = max(x.shape[1] for x in found), pad_token_id if name == "tokens" else 0
-            found = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) for x in found]
-        return torch.cat(found)
-
-    return Completions(**{field.name: column(field.name) for field in fields(Completions)})
-
-
-def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_token_id: int) -> Completions:
-    """Completions with some rows replaced."""
-    count = len(written.length)
-    both = joined([written, by], pad_token_id)
-    order = torch.arange(count, device=written.length.device)
-    order[torch.tensor(list(rows), dtype=torch.int64, device=order.device)] = torch.arange(
-        count, count + len(rows), device=order.device
-    )
-    width = int(both.length[order].max())
-    chosen: dict[str, Any] = {}
-    for name, x in vars(both).items():
-        if isinstance(x, list):
-            chosen[name] = [x[row] for row in order.tolist()]
-        elif x is not None:
-            chosen[name] = x[order, :width] if x.ndim > 1 and name != "kept" else x[order]
-    return Completions(**chosen)

@@ -17,7 +17,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sampling import Completions, NativeSampler
 from rl_modules.language.sampling.engine import NativeEngine
-from rl_modules.language.sampling.protocol import replaced
 from rl_modules.language.sampling.remote import ServerSampler
 from tests.rl_modules.language.sampler_cases import running_server
 from tests.rl_modules.language.test_grpo import TINY, Spy, addition, spy, weights_of
@@ -182,7 +181,7 @@ def test_rows_are_replaced_in_place() -> None:
                        torch.tensor([3, 1]), torch.tensor([True, False]), torch.tensor([0, 0]))  # fmt: skip
     short = Completions(torch.tensor([[9]]), torch.ones((1, 1), dtype=torch.float32), torch.tensor([1]),
                         torch.tensor([True]), torch.tensor([5]))  # fmt: skip
-    found = replaced(long, [0], short, 0)
+    found = ahead.replaced(long, [0], short, 0)
     assert found.tokens.tolist() == [[9], [4]] and found.length.tolist() == [1, 1]
     assert found.version is not None and found.version.tolist() == [5, 0] and found.finished.tolist() == [True, False]
 

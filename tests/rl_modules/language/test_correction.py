@@ -34,7 +34,7 @@ def kept_mass(module: Any, text: list[int], top_p: float) -> float:
 
 def without_support(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler returns no kept tokens, as an engine that can't."""
-    monkeypatch.setattr("rl_modules.language.sampling.rows.Record.kept", lambda self: (None, None))
+    monkeypatch.setattr("rl_modules.language.sampling.decode.Record.kept", lambda self: (None, None))
 
 
 def test_without_the_kept_tokens_the_ratio_of_a_token_is_the_kept_mass(monkeypatch: pytest.MonkeyPatch) -> None:

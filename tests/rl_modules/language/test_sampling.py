@@ -356,7 +356,8 @@ def test_generate_draws_the_same(qwen2, monkeypatch, caplog):
     qwen2.generation_config.update(repetition_penalty=None, eos_token_id=None, suppress_tokens=None)
     assert [record.message for record in caplog.records if "generate()" in record.message] == [
         "Qwen2ForCausalLM keeps other things than keys and values of all tokens, so sampling goes through its "
-        "generate(): prompts are not shared, rows that have ended stay"
+        "generate(): prompts are not shared, rows that have ended stay, and max_rows_in_flight rows are written part "
+        "after part"
     ]
     assert torch.equal(completions.tokens, expected.tokens)
     assert torch.equal(completions.length, expected.length) and torch.equal(completions.finished, expected.finished)
