@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.sampling import build
 from datamodules.language.dialogues import Dialogues, Limits
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.encoding import encoder_of
 from datamodules.language.environment_calls import EnvironmentCalls
 from rl_modules.language.sampling.native import NativeSampler
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings
@@ -70,7 +70,7 @@ def compare(pairs: int, slow_s: float) -> dict[str, Any]:
 
     def dialogues(slow_s: float, write: Any = converse) -> Completions:
         calls = EnvironmentCalls(partial(Answers, slow_s), 0, 10.0)
-        writer = Dialogues(calls, TextEncoder(tokenizer), [NEVER], "Answers", 0.005)
+        writer = Dialogues(calls, encoder_of(tokenizer), [NEVER], "Answers", 0.005)
         try:
             return writer.write(
                 lambda prompts, seeds, partner: write(sampler, prompts, seeds, settings, partner),

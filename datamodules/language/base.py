@@ -8,15 +8,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
 from datamodules.language.arguments import LanguageArguments, evaluate_every, require_held_out
-from datamodules.language.encoding import TextEncoder, reads_alike
-from datamodules.language.notices import note_completions, note_demonstrations, notice
+from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.reward_names import load_reward_funcs
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, place_of, refuse
 from datamodules.language.tasks import make_task
-from datamodules.language.text import prompt_text, text_of, voted_answer
+from datamodules.language.text import notice, prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state, state_of
@@ -190,17 +189,17 @@ class LanguageDataModule(LanguageArguments):
                              "something that predicts it; write one, or leave the row out")  # fmt: skip
 
     @property
-    def encoder(self) -> TextEncoder:
+    def encoder(self) -> Any:
         """The encoder of texts and messages to the policy's tokens."""
         tokenizer = self.policy.tokenizer
         if self._encoder is None or self._encoder.tokenizer is not tokenizer:
-            self._encoder = TextEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
+            self._encoder = encoder_of(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
         return self._encoder
 
     def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Token ids of the records' prompts and of the named columns' answers; see :meth:`TextEncoder.answered`."""
-        if records and not self._warned_of_ends:
-            self._warned_of_ends = note_demonstrations(self.encoder, self.source)
+        if records and self.encoder.chats and not self._warned_of_ends:
+            self._warned_of_ends = self.encoder.note_demonstrations(self.source)
         prompts = [record["prompt"] for record in records]
         sides = [[record[name] for record in records] for name in names]
         return self.encoder.answered(prompts, *sides, records=records)
@@ -357,7 +356,7 @@ class LanguageDataModule(LanguageArguments):
         k = num_generations
         if not self._warned_of_texts:
             self._warned_of_texts = True
-            note_completions(self.encoder, self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
+            self.encoder.note_completions(self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,16 +1,19 @@
-"""Conversations as a tokenizer's chat template renders them: tools, arguments of calls, limits of time."""
+"""Conversations as a tokenizer's chat template renders them, and their tokens."""
 
 import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
-from datamodules.language.encoding import Messages
-from datamodules.language.notices import notice
+from transformers import PreTrainedTokenizerBase
+
+from datamodules.language.encoding import Messages, TextEncoder
+from datamodules.language.sources import place_of
+from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 
 #: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
@@ -25,9 +28,6 @@ def render(
     tokenizer: Any, messages: Messages, record: Mapping[str, Any], settings: Mapping[str, Any], **how: Any
 ) -> Any:
     """What a chat template makes of messages with ``settings``, a record's ``tools`` and its own settings."""
-    if tokenizer.chat_template is None:
-        raise UsageError("the prompts or answers are chat messages, but the tokenizer has no chat template; give "
-                         "texts, or another tokenizer")  # fmt: skip
     tools = tools_of(record)
     template = str(tokenizer.chat_template)
     for name, there in (("tools", tools), ("tool_calls", any(m.get("tool_calls") for m in messages))):
@@ -157,6 +157,205 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 # ---------------------------------------------------------------- conversations as tokens
 
 
+class ChatEncoder(TextEncoder):
+    """Turns messages, and texts as those of a user, into the tokens that a chat template makes of them."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, chat_template_kwargs: dict[str, Any],
+        chat_template: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(tokenizer, system_prompt, chat_template_kwargs)
+        self._is_asked_to_chat, self.chats = chat_template is True, chat_template is not False
+        self.warned_of_cut = False
+
+    def prompts(
+        self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[list[int]]:
+        columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        self._check_texts(texts)
+        if not self.chats and len(texts) == len(prompts):
+            return self._open(texts) if texts else []
+        ids: list[list[int]] = []
+        for i, (prompt, record) in enumerate(zip(prompts, columns, strict=True)):
+            if self._is_plain(prompt):
+                ids += self._open([str(prompt)])
+                continue
+            with _of_record(record, i):
+                messages = self.messages(prompt)
+                ids += self._tokens([self._opened(messages, record, _is_prefilled(messages))], False)
+        return ids
+
+    def answered(
+        self,
+        prompts: Sequence[str | Messages],
+        *sides: Sequence[str | Messages],
+        records: Sequence[Mapping[str, Any]] | None = None,
+        complete: bool = True,
+    ) -> tuple[list[list[int]], list[list[list[int]]]]:
+        columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
+        # A text goes through the chat template with an answer that does.
+        asked = [prompt if all(isinstance(answer, str) for answer in answers) else self.messages(prompt)
+                 for prompt, *answers in zip(prompts, *sides, strict=True)]  # fmt: skip
+        opened = self.prompts(asked, columns)
+        starts = [len(ids) for ids in opened]
+        wholes: list[list[list[int]]] = []
+        for answers in sides:
+            texts: list[str] = []
+            for i, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+                if self._is_plain(prompt):
+                    texts.append(str(answer))
+                    continue
+                with _of_record(columns[i], i):
+                    talk = self._joined(prompt, answer)
+                    texts.append(self._render(talk, columns[i]))
+                    if complete:
+                        refuse_loss(talk[-1], texts[-1])
+            ids = self._tokens(texts, False) if texts else []
+            for i, prompt in enumerate(asked):
+                if self._is_plain(prompt):
+                    ids[i] = [*opened[i], *self._closed(ids[i])]
+                    continue
+                with _of_record(columns[i], i):
+                    before = self.messages(prompt)
+                    start = answer_start(self, before, columns[i], opened[i], texts[i], ids[i], _is_prefilled(before))
+                    starts[i] = min(starts[i], start)
+            wholes.append(ids)
+        cut = [[row[start:] for row, start in zip(ids, starts, strict=True)] for ids in wholes]
+        return [ids[:start] for ids, start in zip(opened, starts, strict=True)], cut
+
+    def _is_plain(self, prompt: str | Messages) -> bool:
+        """Whether a prompt is a text that does not go through the chat template."""
+        return not self.chats and isinstance(prompt, str)
+
+    def unfinished(self, prompt: str | Messages, text: str) -> list[int]:
+        if self._is_plain(prompt):
+            return super().unfinished(prompt, text)
+        whole = self._render(self._joined(prompt, text), {}, continue_final_message=True)
+        return self._tokens([whole], False)[0]
+
+    def _joined(self, prompt: str | Messages, answer: str | Messages) -> Messages:
+        """The conversation of a prompt and an answer, which continues a last message that is the assistant's."""
+        messages = self.messages(prompt)
+        if isinstance(answer, str):
+            written = answer.removesuffix(str(self.tokenizer.eos_token))
+            answer = [{"role": "assistant", "content": written}]
+        if not _is_prefilled(messages):
+            return [*messages, *answer]
+        content = messages[-1]["content"] + answer[0]["content"]
+        return [*messages[:-1], {**messages[-1], **answer[0], "content": content}, *answer[1:]]
+
+    def messages(self, prompt: str | Messages) -> Messages:
+        """A prompt as the messages that the chat template gets, the system prompt included."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def as_read(self, prompt: str | Messages) -> str | Messages:
+        return prompt if self._is_plain(prompt) else self.messages(prompt)
+
+    def after_eos(self) -> list[int]:
+        """Token ids that the chat template writes after the EOS token of an assistant's turn."""
+        _, _, rest = (self._end() or "").partition(str(self.tokenizer.eos_token))
+        return self._tokens([rest], False, note=False)[0] if rest else []
+
+    def note_completions(self, source: str, stops: Collection[int], are_scored: bool) -> None:
+        """Reports an end of turn that ends no completion (``stops`` do), too."""
+        if self.chats and (end := self.unknown_end(stops)) is not None:
+            known = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(list(stops))))
+            notice(f"{source}: completions end with {known}, and not with {end!r}, with which the chat template ends "
+                   "the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to eos_token_id "
+                   "in generation_config.json")  # fmt: skip
+        super().note_completions(source, stops, are_scored)
+
+    def note_demonstrations(self, source: str) -> bool:
+        """Reports a chat template that ends answers without the EOS token; returns whether it is one."""
+        end = self._end() if self.chats else None
+        if end is None or str(self.tokenizer.eos_token) in end:
+            return False
+        notice(f"{source}: the chat template ends the assistant's turns without the EOS token "
+               f"{self.tokenizer.eos_token!r}, so that a model does not learn from them to end its completions with "
+               "it; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
+        return True
+
+    def unknown_end(self, stops: Collection[int]) -> str | None:
+        """The special token with which the chat template ends turns, where it ends no completion, as ``stops`` do."""
+        ids = self._tokens([self._end() or ""], False, note=False)[0]
+        added = self.tokenizer.added_tokens_decoder
+        special = [added[token].content for token in ids if token in added and added[token].special]
+        return special[0] if special and not set(ids) & set(stops) else None
+
+    def _end(self) -> str | None:
+        """What the chat template writes after an answer; None where it does not render a question and its answer."""
+        try:
+            ended: str = self._render([*self.messages("?"), {"role": "assistant", "content": "!"}], {})
+        except UsageError:
+            return None
+        return ended.rpartition("!")[2] if "!" in ended else None
+
+    def _check_texts(self, texts: Sequence[str]) -> None:
+        """Refuses prompts that are rendered already, too."""
+        if not self.chats:
+            super()._check_texts(texts)
+        if not self.chats or self._is_asked_to_chat:
+            return
+        template = str(self.tokenizer.chat_template)
+        # A tag such as <think>, which a prompt may speak of, is an added token as well, but no special one.
+        marks = [token.content for token in self.tokenizer.added_tokens_decoder.values()
+                 if token.special and token.content in template]  # fmt: skip
+        if self.tokenizer.bos_token is not None and "bos_token" in template:
+            marks.append(self.tokenizer.bos_token)  # which a template writes by that name
+        for text in texts:
+            if found := next((mark for mark in marks if mark in text), None):
+                raise UsageError(f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "
+                                 "rendered already; set chat_template=false, or true to render it again")  # fmt: skip
+
+    def conversation(
+        self, messages: Messages, record: Mapping[str, Any], first: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
+
+        The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
+        messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
+        """
+        added = len(self.messages(messages)) - len(messages)
+        messages, first = self.messages(messages), first + added
+        answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
+        flags = [counts(messages[i]) for i in answers]
+        if not any(flags):
+            raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
+        if _GENERATION.search(str(self.tokenizer.chat_template)):
+            return _by_own_mask(self, messages, record, first, flags)
+        return _by_prefixes(self, messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
+
+    def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
+        """Token ids of a whole conversation."""
+        return self._tokens([self._render(self.messages(messages), record)], False)[0]
+
+    def _opened(self, messages: Messages, record: Mapping[str, Any], prefilled: bool) -> str:
+        """Messages up to the place where the assistant's turn begins, or its unfinished last message continues."""
+        how = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+        return str(self._render(messages, record, **how))
+
+    def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
+        return render(self.tokenizer, messages, record, self.chat_template_kwargs, **how)
+
+
+def _is_prefilled(messages: Messages) -> bool:
+    """Whether the model continues the last message, which is the assistant's."""
+    return bool(messages[-1]["role"] == "assistant")
+
+
+@contextmanager
+def _of_record(record: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Names a record in an error."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place_of(record, f'record {number}')}: {error}") from error
+
+
 def answer_start(
     encoder: Any, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int],
     prefilled: bool,
@@ -179,25 +378,6 @@ def answer_start(
                "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
                "before it, completions are written after it")  # fmt: skip
     return start
-
-
-def conversation(
-    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int = 0
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
-
-    The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
-    messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
-    """
-    added = len(encoder.messages(messages)) - len(messages)
-    messages, first = encoder.messages(messages), first + added
-    answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-    flags = [counts(messages[i]) for i in answers]
-    if not any(flags):
-        raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
-    if _GENERATION.search(str(encoder.tokenizer.chat_template)):
-        return _by_own_mask(encoder, messages, record, first, flags)
-    return _by_prefixes(encoder, messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
 
 
 def _by_own_mask(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from datamodules.language.calls import calls_of
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.chat_template import ChatEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
 from datamodules.language.environments import Message, check_messages, check_step, load_environment, written_message
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
+from datamodules.language.text import notice
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.common.seeding import stream_seed
@@ -65,7 +65,7 @@ class Dialogues:
     """Writes dialogues: the model's part by a sampler, the other by environments; one that fails gets no reward."""
 
     def __init__(
-        self, calls: EnvironmentCalls, encoder: TextEncoder, stops: Sequence[int], name: str, patience_s: float
+        self, calls: EnvironmentCalls, encoder: ChatEncoder, stops: Sequence[int], name: str, patience_s: float
     ) -> None:
         self.calls, self.encoder, self.name, self.patience_s = calls, encoder, name, patience_s
         self.template = TurnTemplate(encoder, stops)

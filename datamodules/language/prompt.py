@@ -12,7 +12,6 @@ from torch import Tensor
 from datamodules.experience import LazyLoader
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
 from datamodules.language.rows import (
@@ -24,6 +23,7 @@ from datamodules.language.rows import (
     joined_sequences,
     require_rewards,
 )
+from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import (
     LOGGING,
     RENDERED,
@@ -28,6 +27,7 @@ from datamodules.language.reward_arguments import (
     parameters_of,
     short,
 )
+from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.core.state import Stateful, persistent
 

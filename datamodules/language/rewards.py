@@ -182,12 +182,12 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
     @functools.cache
     def loaded() -> tuple[Any, Any]:
-        from datamodules.language.encoding import TextEncoder
+        from datamodules.language.encoding import encoder_of
         from rl_modules.language.reward_model import load_reward_model
 
         found = load_reward_model(path)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return found._replace(model=found.model.to(device).eval()), TextEncoder(found.tokenizer)
+        return found._replace(model=found.model.to(device).eval()), encoder_of(found.tokenizer)
 
     @torch.no_grad()
     def score(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:

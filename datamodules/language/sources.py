@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from datamodules.language.notices import notice
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
+from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 

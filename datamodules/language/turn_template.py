@@ -4,9 +4,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from datamodules.language.chat_template import common_length
-from datamodules.language.encoding import Messages, TextEncoder
-from datamodules.language.notices import notice
+from datamodules.language.chat_template import ChatEncoder, common_length
+from datamodules.language.encoding import Messages
+from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 
 #: Stands for what a model wrote, of which no tokens are made.
@@ -20,7 +20,7 @@ _KEPT = 1000
 class TurnTemplate:
     """Continues dialogues token by token: the model's tokens stay, and the template's own for turns are added."""
 
-    def __init__(self, encoder: TextEncoder, stops: Collection[int]) -> None:
+    def __init__(self, encoder: ChatEncoder, stops: Collection[int]) -> None:
         self.encoder, self.stops = encoder, frozenset(stops)
         if encoder.tokenizer.chat_template is None:
             raise UsageError("environment: the tokenizer has no chat template, which writes an environment's messages; "

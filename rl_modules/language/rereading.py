@@ -36,9 +36,9 @@ def encode_again(
         raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
                          "template; give a reward model with one, or set chat_template=false")  # fmt: skip
     # Imported here, because the modules can be used without the datamodules.
-    from datamodules.language.encoding import TextEncoder
+    from datamodules.language.encoding import encoder_of
 
-    encoder = TextEncoder(tokenizer, chat_template=False)
+    encoder = encoder_of(tokenizer, chat_template=False)
 
     def encoded(prompt: str | list[dict[str, Any]], text: str, ended: bool) -> list[int]:
         try:
@@ -59,9 +59,9 @@ def encode_again(
 
 def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """A generation whose ended completions have what the chat template writes after the EOS token."""
-    from datamodules.language.encoding import TextEncoder
+    from datamodules.language.chat_template import ChatEncoder
 
-    rest = [] if isinstance(rollout["asked"][0], str) else TextEncoder(tokenizer).after_eos()
+    rest = [] if isinstance(rollout["asked"][0], str) else ChatEncoder(tokenizer, None, {}).after_eos()
     if not rest:
         return rollout
     total = rollout["prompt_length"] + rollout["length"]

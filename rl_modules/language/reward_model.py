@@ -187,9 +187,9 @@ class RewardModel(LanguageModule):
         if self.model is None:
             self.configure_model()
         # Imported here, because the modules can be used without the datamodules.
-        from datamodules.language.encoding import TextEncoder
+        from datamodules.language.encoding import encoder_of
 
-        encoded, (answers,) = TextEncoder(self.tokenizer, chat_template).answered(prompts, completions)
+        encoded, (answers,) = encoder_of(self.tokenizer, chat_template).answered(prompts, completions)
         ids = [[*prompt, *answer] for prompt, answer in zip(encoded, answers, strict=True)]
         tokens, length = (x.to(self.device) for x in right_padded(ids))
         training = self.training

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules import InstructionDataModule
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.encoding import encoder_of
 from rl_modules.language.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.bench
@@ -48,7 +48,7 @@ def test_prompts_are_trls(template, name):
     tokenizer, messages = tokenizer_with(template), PROMPTS[name]
     tools = TOOLS if name == "tools" else None
     theirs = apply_chat_template({"prompt": messages}, tokenizer, tools=tools)["prompt"]
-    (ours,) = TextEncoder(tokenizer).prompts([messages], [{"tools": tools}])
+    (ours,) = encoder_of(tokenizer).prompts([messages], [{"tools": tools}])
     assert tokenizer.decode(ours) == theirs
     if name == "tools":
         assert "weather" in theirs and "Oslo" in theirs and "rain" in theirs
@@ -61,8 +61,8 @@ def test_template_variables_are_trls(thinking):
     tokenizer = tokenizer_with("qwen3")
     settings = {"enable_thinking": thinking}
     theirs = apply_chat_template({"prompt": [USER]}, tokenizer, **settings)["prompt"]
-    (ours,) = TextEncoder(tokenizer, chat_template_kwargs=settings).prompts([[USER]])
-    (of_row,) = TextEncoder(tokenizer, chat_template_kwargs={"enable_thinking": not thinking}).prompts(
+    (ours,) = encoder_of(tokenizer, chat_template_kwargs=settings).prompts([[USER]])
+    (of_row,) = encoder_of(tokenizer, chat_template_kwargs={"enable_thinking": not thinking}).prompts(
         [[USER]], [{"chat_template_kwargs": settings}]
     )
     assert tokenizer.decode(ours) == tokenizer.decode(of_row) == theirs

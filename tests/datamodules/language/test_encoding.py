@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.encoding import encoder_of
 from datamodules.language.formats import as_conversation, as_judgement, as_preference
 from datamodules.language.preference import mismatched
 from rl_modules import GRPO
@@ -28,7 +28,7 @@ CALLS = [{"function": {"name": "f", "arguments": {}}}]
 def encoder(template=EACH + OPEN, **settings):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
-    return TextEncoder(tokenizer, **settings)
+    return encoder_of(tokenizer, **settings)
 
 
 def test_a_conversation_keeps_a_system_message_of_its_own():
@@ -116,12 +116,12 @@ def test_a_last_character_of_the_prompt_that_is_joined_with_the_answer_is_learne
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<eos>")
     tokenizer.chat_template = ("{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}{% endfor %}"
                                "{% if add_generation_prompt %}a: {% endif %}")  # fmt: skip
-    ids, written = TextEncoder(tokenizer).conversation(CHAT[:2], {})
+    ids, written = encoder_of(tokenizer).conversation(CHAT[:2], {})
     assert tokenizer.convert_ids_to_tokens(ids[-1:]) == [" yo"] and written == [False] * (len(ids) - 1) + [True]
     assert "opens an answer with ' '" in caplog.text
     caplog.clear()
     tokenizer.chat_template = tokenizer.chat_template.replace("a: {%", "a:{%")
-    assert TextEncoder(tokenizer).conversation(CHAT[:2], {}) == (ids, written) and not caplog.text
+    assert encoder_of(tokenizer).conversation(CHAT[:2], {}) == (ids, written) and not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_an_error_of_the_template_names_the_roles():
 
 
 def test_characters_that_the_tokenizer_lacks_are_named_once(caplog):
-    encode = TextEncoder(character_tokenizer())
+    encode = encoder_of(character_tokenizer())
     with caplog.at_level(logging.WARNING):
         assert encode.tokenizer.unk_token_id in encode.prompts(["plain", "é中a"])[1]
         encode.answered(["a"], ["ñé"])
@@ -216,7 +216,7 @@ def test_answers_that_call_tools_are_rendered():
 
 
 def test_an_eos_token_that_is_written_out_is_not_written_twice():
-    encode = TextEncoder(character_tokenizer())
+    encode = encoder_of(character_tokenizer())
     eos = encode.tokenizer.eos_token
     _, ((one, other),) = encode.answered(["?", "?"], ["ab", f"ab{eos}"])
     assert one == other == encode.text("ab")
@@ -229,7 +229,7 @@ def test_a_tokenizer_that_adds_eos_leaves_prompts_open():
         single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
     )
     assert tokenizer("ab").input_ids[-1] == tokenizer.eos_token_id
-    encode = TextEncoder(tokenizer)
+    encode = encoder_of(tokenizer)
     assert tokenizer.decode(encode.prompts(["ab"])[0]) == "ab"
     assert tokenizer.decode(encode.text("ab")) == f"ab{tokenizer.eos_token}"
 
@@ -239,9 +239,9 @@ def test_a_bos_token_that_a_text_begins_with_is_not_written_twice():
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     a, b = tokenizer("ab").input_ids
-    assert TextEncoder(tokenizer).text("<s>ab") == [bos, a, b, eos], "this tokenizer adds none"
+    assert encoder_of(tokenizer).text("<s>ab") == [bos, a, b, eos], "this tokenizer adds none"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    encode = TextEncoder(tokenizer)
+    encode = encoder_of(tokenizer)
     assert encode.text("ab") == encode.text("<s>ab") == [bos, a, b, eos]
     assert encode.prompts(["ab", "<s>ab"]) == [[bos, a, b]] * 2
     assert encode.text("<s><s>ab") == [bos, bos, a, b, eos], "two that are written out are meant"
@@ -253,9 +253,9 @@ def test_a_text_that_was_rendered_already_is_refused():
     tokenizer.chat_template = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
     rendered = tokenizer.apply_chat_template(CHAT[:1], tokenize=False)
     with pytest.raises(UsageError, match="holds '<turn>', which the chat template writes.*chat_template=false"):
-        TextEncoder(tokenizer).prompts(["hi", rendered])
+        encoder_of(tokenizer).prompts(["hi", rendered])
     for asked, text in ((False, "<turn>hi"), (True, "<turn><turn>hi")):
-        (ids,) = TextEncoder(tokenizer, chat_template=asked).prompts([rendered])
+        (ids,) = encoder_of(tokenizer, chat_template=asked).prompts([rendered])
         assert tokenizer.decode(ids) == text
 
 
@@ -266,8 +266,8 @@ def test_a_prompt_with_the_bos_token_that_the_template_writes_by_name_is_refused
     rendered = tokenizer.apply_chat_template(CHAT[:1], tokenize=False)
     assert rendered == "<s>[INST] hi [/INST]"
     with pytest.raises(UsageError, match="holds '<s>', which the chat template writes.*chat_template=false"):
-        TextEncoder(tokenizer).prompts([rendered])
-    (ids,) = TextEncoder(tokenizer, chat_template=False).prompts([rendered])
+        encoder_of(tokenizer).prompts([rendered])
+    (ids,) = encoder_of(tokenizer, chat_template=False).prompts([rendered])
     assert tokenizer.decode(ids) == rendered
 
 
@@ -310,7 +310,7 @@ def test_a_prompt_may_speak_of_a_tag_that_the_chat_template_writes():
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<think>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>"
-    (ids,) = TextEncoder(tokenizer).prompts(["answer after <think>"])
+    (ids,) = encoder_of(tokenizer).prompts(["answer after <think>"])
     assert tokenizer.decode(ids) == "answer after <think><think>"
 
 
@@ -324,12 +324,13 @@ def test_settings_of_the_chat_template_need_it(settings):
 
 def test_templates_that_end_turns_with_eos():
     eos = character_tokenizer().eos_token
-    assert not encoder().ends_turns()
-    assert encoder(EACH.replace("){%", f"){eos}{{%") + OPEN).ends_turns()
+    assert encoder().note_demonstrations("here")
+    assert not encoder(EACH.replace("){%", f"){eos}{{%") + OPEN).note_demonstrations("here")
     # Of these nothing can be said, which ends no run.
     refuses = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('who am I?') }}{% endif %}"
-    assert encoder(refuses + EACH).ends_turns() and not encoder(refuses + EACH, system_prompt="be").ends_turns()
-    assert encoder("{{ messages[0]['content'] }}").ends_turns()
+    assert not encoder(refuses + EACH).note_demonstrations("here")
+    assert encoder(refuses + EACH, system_prompt="be").note_demonstrations("here")
+    assert not encoder("{{ messages[0]['content'] }}").note_demonstrations("here")
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language import chat_template
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.encoding import encoder_of
 from rl_modules.common.errors import UsageError
 
 FOUND = importlib.util.find_spec("trl")
@@ -169,7 +169,7 @@ THINKS = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == '
 
 
 def test_what_opens_a_completion_and_is_in_no_conversation_is_told_once(caplog):
-    encode = TextEncoder(byte_tokenizer(THINKS))
+    encode = encoder_of(byte_tokenizer(THINKS))
     with caplog.at_level(logging.WARNING):
         prompts, (answers,) = encode.answered(["a", "b"], ["yes", "no"])
         encode.answered(["a"], ["yes"])
@@ -180,7 +180,7 @@ def test_what_opens_a_completion_and_is_in_no_conversation_is_told_once(caplog):
 
 def test_an_answer_continues_the_beginning_of_a_message():
     template = THINKS.replace("<think>\n", "")
-    encode = TextEncoder(byte_tokenizer(template))
+    encode = encoder_of(byte_tokenizer(template))
     begun = [USER, {"role": "assistant", "content": "It "}]
     (prompt,), ((answer,),) = encode.answered([begun], ["is two."])
     assert encode.tokenizer.decode(prompt).endswith("[assistant]It ") and encode.tokenizer.decode(answer) == (
@@ -196,14 +196,14 @@ def test_an_answer_continues_the_beginning_of_a_message():
 def test_an_answer_without_a_place_of_its_own_is_refused():
     drops = "{% for m in messages if m.role == 'user' %}({{ m.content }}){% endfor %}"
     with pytest.raises(UsageError, match="record 0: .* leaves out the content 'no' of an answer"):
-        TextEncoder(byte_tokenizer(drops)).answered(["a"], ["no"])
+        encoder_of(byte_tokenizer(drops)).answered(["a"], ["no"])
     last = "{% for m in messages %}({{ m.content if loop.last else '' }}){% endfor %}"
     with pytest.raises(UsageError, match=r"differently when it follows \('a\)' becomes '\)\(no\)'\)"):
-        TextEncoder(byte_tokenizer(last)).answered(["a"], ["no"])
+        encoder_of(byte_tokenizer(last)).answered(["a"], ["no"])
 
 
 def test_a_text_goes_through_the_template_with_an_answer_that_does():
-    encode = TextEncoder(byte_tokenizer(THINKS.replace("{{ m.content }}", "{{ m.content }}{{ m.note }}")), False)
+    encode = encoder_of(byte_tokenizer(THINKS.replace("{{ m.content }}", "{{ m.content }}{{ m.note }}")), False)
     noted = [{"role": "assistant", "content": "yes", "note": "!"}]
     (plain, prompt), ((_, good), (end, bad)) = encode.answered(["a", "a"], ["yes", noted], ["no", "no"])
     texts = encode.tokenizer.batch_decode([plain, end, prompt, good, bad])
@@ -211,7 +211,7 @@ def test_a_text_goes_through_the_template_with_an_answer_that_does():
 
 
 def test_the_end_of_a_text_is_not_written_twice():
-    encode = TextEncoder(byte_tokenizer(THINKS))
+    encode = encoder_of(byte_tokenizer(THINKS))
     _, ((one, other),) = encode.answered(["a", "a"], ["yes", "yes<eos>"])
     assert one == other
 
@@ -228,4 +228,4 @@ def test_a_template_without_an_end_is_a_sentence(loop, monkeypatch):
     with pytest.raises(UsageError, match=(
         r"the chat template of mine/looping takes more than 0\.1 s|Range too big"
     )):  # fmt: skip
-        TextEncoder(tokenizer).prompts(["a"])
+        encoder_of(tokenizer).prompts(["a"])

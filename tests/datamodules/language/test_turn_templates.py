@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from datamodules.language.dialogues import Dialogues, Limits
-from datamodules.language.encoding import TextEncoder
+from datamodules.language.encoding import encoder_of
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError
@@ -70,7 +70,7 @@ def dialogue(tokenizer, cut=False):
     def act(prompts, seeds, partner):
         return by_turns(script, prompts, seeds, settings, partner)
 
-    writer = Dialogues(calls, TextEncoder(tokenizer), [tokenizer.eos_token_id], "Asks", 1.0)
+    writer = Dialogues(calls, encoder_of(tokenizer), [tokenizer.eos_token_id], "Asks", 1.0)
     try:
         record = {"prompt": "?", "prompt_ids": [1]}
         written = writer.write(act, [record], [0], 1, Limits(5, 10_000, 10_000, 20_000), 0)
@@ -146,7 +146,7 @@ def test_calls_of_tools_end_as_the_template_ends_them():
     marks = ["<|a|>", "<|eom|>", "<|eot|>", "<|tool|>", "<|user|>"]
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks], special_tokens=True)
     eom, eot = tokenizer.convert_tokens_to_ids(["<|eom|>", "<|eot|>"])
-    turns = TurnTemplate(TextEncoder(tokenizer), [eom, eot])
+    turns = TurnTemplate(encoder_of(tokenizer), [eom, eot])
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = [{"role": "tool", "content": "2"}]
