@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from datamodules.experience import Experience, evaluate_on_start
-from datamodules.language.text import notice
+from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 

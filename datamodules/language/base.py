@@ -11,11 +11,10 @@ from datamodules.language.arguments import LanguageArguments, evaluate_every, re
 from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
-from datamodules.language.reward_names import load_reward_funcs
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, place_of, refuse
+from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, notice, place_of, refuse
 from datamodules.language.tasks import make_task
-from datamodules.language.text import notice, prompt_text, text_of, voted_answer
+from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state, state_of
@@ -42,7 +41,11 @@ class LanguageDataModule(LanguageArguments):
         given = self.task
         self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
         self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
-        funcs = load_reward_funcs(self.reward_funcs, self.task)
+        funcs = [] if self.task is None else list(self.task.reward_funcs)
+        if self.reward_funcs:
+            from datamodules.language.rewards import load_reward_funcs
+
+            funcs = load_reward_funcs(self.reward_funcs, self.task)
         if getattr(self, "environment", None) is not None:
             from datamodules.language.dialogues import environment
 

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.encoding import Messages, TextEncoder
-from datamodules.language.sources import place_of
-from datamodules.language.text import notice
+from datamodules.language.sources import notice, place_of
 from rl_modules.common.errors import UsageError
 
 #: Processor time that a chat template may take for one conversation; usual ones take a millisecond.

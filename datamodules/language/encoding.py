@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.sources import place_of
-from datamodules.language.text import TAGS, notice
+from datamodules.language.sources import notice, place_of
+from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datamodules.language.reward_arguments import LOGGING, parameters_of
 from datamodules.language.reward_calls import function_name
-from datamodules.language.reward_names import RewardFunction, load_reward_func
+from datamodules.language.rewards import RewardFunction, load_reward_func
 from datamodules.language.sources import EndlessOrder, load_records
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record

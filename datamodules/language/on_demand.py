@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from datamodules.language.sources import NothingUsable, place_of
+from datamodules.language.sources import NothingUsable, notice, place_of
 from datamodules.language.tasks.base import Record
-from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 
 #: Rows that are read together.

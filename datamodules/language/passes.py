@@ -10,9 +10,8 @@ from torch import Tensor
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.sequences import Pairs, Sequences
-from datamodules.language.sources import fitting
+from datamodules.language.sources import fitting, notice
 from datamodules.language.streaming import STREAM_STEPS
-from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import persistent
 

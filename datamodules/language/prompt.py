@@ -23,7 +23,7 @@ from datamodules.language.rows import (
     joined_sequences,
     require_rewards,
 )
-from datamodules.language.text import notice
+from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.settings import setting

@@ -27,7 +27,7 @@ from datamodules.language.reward_arguments import (
     parameters_of,
     short,
 )
-from datamodules.language.text import notice
+from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.core.state import Stateful, persistent
 

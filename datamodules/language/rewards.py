@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature, and the one place that calls them.
+"""Reward functions with TRL's signature, and what an argument names: by name, with settings, by import path.
 
 A reward function is ``f(prompts, completions, completion_ids=None, **columns) -> list[float | None]``: one value per
 completion, ``None`` where it does not apply. Completions are strings or lists of chat messages. Columns are the
@@ -6,16 +6,23 @@ records'.
 """
 
 import functools
+import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions, function_name
-from datamodules.language.reward_names import RewardFunction, Rewards, load_reward_func, named
+from datamodules.language.tasks import RewardFunction, Task
 from datamodules.language.text import TAGS, answer_of, is_think_and_answer, opened_thought, reference_text, text_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import load_object, require_settings
+
+Rewards = list[float | None]
 
 __all__ = [
     "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "length_reward", "load_reward_func",
@@ -222,3 +229,81 @@ FACTORIES: dict[str, Callable[..., RewardFunction]] = {
 
 def _lengths(completions: Any, completion_ids: Any) -> list[int]:
     return [len(ids) for ids in (completion_ids if completion_ids is not None else map(text_of, completions))]
+
+
+def named(func: RewardFunction, name: str) -> RewardFunction:
+    """The same function by a name."""
+    func.__name__ = func.__qualname__ = name
+    return func
+
+
+# ---------------------------------------------------------------- what an argument names
+
+
+def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = None) -> RewardFunction:
+    """Returns the reward function of an entry in a config: a built-in name; a name of one of the task's own
+    (``accuracy``, ``utilities``); an import path ``package.module:function`` or ``package.module.function``; any of
+    these with settings, ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function;
+    or a function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
+
+    Raises:
+        UsageError: an unknown name, an import path without a function, a model, missing or unknown settings.
+    """
+    if not isinstance(spec, str | dict):
+        # A partial has the name of what it calls.
+        return _adapted(spec, getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__))
+    if isinstance(spec, dict):
+        if len(spec) != 1 or not isinstance(next(iter(spec.values())), dict):
+            raise UsageError(f"reward function {spec} must be one name with its settings, such as "
+                             "{length_reward: {target: 20}}")  # fmt: skip
+        ((name, settings),) = spec.items()
+        factory = FACTORIES.get(name) or _imported(name, [*FUNCTIONS, *FACTORIES])
+        if not callable(factory):
+            raise UsageError(f"reward function {name!r} is a {type(factory).__name__}, so it takes no settings")
+        require_settings(factory, settings, f"reward function {name!r}")
+        return _adapted(factory(**settings), name)
+    own = {} if task is None else {func.__name__: func for func in [*task.reward_funcs, task.utilities]}
+    if spec in FACTORIES:
+        needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
+        raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
+    known = {**FUNCTIONS, **own}
+    return _adapted(known.get(spec) or _imported(spec, [*known, *FACTORIES]), spec)
+
+
+def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
+    """The reward functions of an argument, one or several entries; those of a mixture's sources come before them."""
+    specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
+    sources = task.reward_funcs if task is not None and task.is_mixture else []
+    return [load_reward_func(spec, task) for spec in [*sources, *specs]]
+
+
+def _imported(path: str, known: list[str]) -> Any:
+    """The object of an import path; the name or directory of a model is refused."""
+    if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
+        raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
+                         "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
+    return load_object(path, "reward function", known)
+
+
+def _adapted(func: Any, spec: str) -> RewardFunction:
+    """A function with a name, that takes completions as strings or as chat messages."""
+    if isinstance(func, nn.Module) and "completions" not in inspect.signature(func.forward).parameters:
+        raise UsageError(
+            f"reward function {spec!r} is a model; write it with save_pretrained and give the directory to the module "
+            "as reward_model_name_or_path, not to the datamodule in reward_funcs"
+        )
+    if not callable(func) or inspect.isclass(func):
+        raise UsageError(f"reward function {spec!r} is a {type(func).__name__}, not a function")
+    name = getattr(func, "__name__", re.split("[.:]", spec)[-1])  # TRL's functions with settings are nameless objects
+    if getattr(func, "__module__", "").startswith("trl.rewards"):
+        return named(_with_messages(func), name)
+    return func if hasattr(func, "__name__") else named(functools.partial(func), name)
+
+
+def _with_messages(func: RewardFunction) -> RewardFunction:
+    @functools.wraps(func)
+    def call(*, completions: Any, **columns: Any) -> Rewards:
+        chats = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+        return func(completions=chats, **columns)
+
+    return call

@@ -9,7 +9,7 @@ from typing import Any
 from datamodules.language.files import JsonlRows
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
-from datamodules.language.reward_names import load_reward_func
+from datamodules.language.rewards import load_reward_func
 from datamodules.language.tasks import make_task
 from datamodules.language.text import text_of
 from rl_modules.common.errors import UsageError

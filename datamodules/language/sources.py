@@ -1,21 +1,30 @@
 """Records from a task, a file or a dataset, checked, an error naming their place; and their order in training."""
 
 import json
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
-from datamodules.language.text import notice
-from rl_modules.common.errors import UsageError, what_happened
+from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.common.seeding import stream_seed
+
+log = logging.getLogger(__name__)
 
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
+
+
+@rank_zero_only
+def notice(text: str) -> None:
+    """Logs a warning on rank 0, which ``rl fit`` does not silence as it does Lightning's ``rank_zero_info``."""
+    log.warning(visible(text))
 
 
 class NothingUsable(UsageError):

@@ -11,9 +11,8 @@ import torch
 from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl
 from datamodules.language.formats import as_record
 from datamodules.language.on_demand import Placed
-from datamodules.language.sources import NothingUsable
+from datamodules.language.sources import NothingUsable, notice
 from datamodules.language.tasks.base import Record
-from datamodules.language.text import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 

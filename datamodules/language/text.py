@@ -1,14 +1,9 @@
-"""The text of a completion, the answer in it, and messages to the user."""
+"""The text of a completion, and the answer in it."""
 
-import logging
 import re
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-from rl_modules.common.errors import UsageError, visible
-
-log = logging.getLogger(__name__)
+from rl_modules.common.errors import UsageError
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -76,9 +71,3 @@ def opened_thought(prompt: str | list[dict[str, Any]]) -> str:
     """``<think>`` where a prompt, or a message that the model continues, ends with it; else nothing."""
     continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
     return TAGS[0] if continues and text_of(prompt).rstrip().endswith(TAGS[0]) else ""
-
-
-@rank_zero_only
-def notice(text: str) -> None:
-    """Logs a warning on rank 0, which ``rl fit`` does not silence as it does Lightning's ``rank_zero_info``."""
-    log.warning(visible(text))
