@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -41,6 +42,29 @@ def find(name: str) -> Path:
         raise UsageError(f"config {name!r} is a folder; give one of the files in it, or an installed config (`rl list` "
                          "shows all)")  # fmt: skip
     raise UsageError(f"config {name!r} is neither a file nor an installed config{_near(name)} (`rl list` shows all)")
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """Reads a config, which must be a YAML mapping in which no key stands twice; YAML would silently keep the last."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        content = yaml.safe_load(text)  # a tag would make a Python object
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark: Any = getattr(error, "problem_mark", None)
+        place = path if mark is None else f"{path}:{mark.line + 1}"
+        raise UsageError(f"{place}: not a valid YAML file in UTF-8, {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds {content!r:.60}, where a config has the keys model, data and perhaps trainer")
+    pending = [yaml.compose(text, yaml.SafeLoader)]
+    while pending:
+        node: Any = pending.pop()
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        names = [key.value for key, _ in pairs]
+        for i, (key, _) in enumerate(pairs):
+            if key.value in names[:i] and key.value != "<<":
+                raise UsageError(f"{path}:{key.start_mark.line + 1}: the key {key.value!r} is given twice")
+        pending += [value for _, value in pairs] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
+    return content
 
 
 def text(name: str) -> str:

@@ -46,15 +46,11 @@ def stage_options(
 
 def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> dict[str, Any]:
     """Checks configs and options of all stages before the first: each is parsed, and its classes are made."""
-    from recipes.cli import config_files
-    from recipes.cli.options import refuse_keys
-
     if "LOCAL_RANK" in os.environ:
         raise UsageError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}: a pipeline starts the processes of its stages "
                          "itself; run it once, without torchrun, and give a stage trainer.devices")  # fmt: skip
     for _, config, _ in stages.values():
-        path = configs.find(config)
-        refuse_keys(path, config_files.check(path))
+        configs.checked(configs.find(config))
     found = {}
     for stage, (command, config, options) in stages.items():
         try:

@@ -8,18 +8,16 @@ from types import ModuleType
 from typing import Any
 
 import lightning as L
-import torch
 import yaml
 from jsonargparse._loaders_dumpers import yaml_load
-from lightning.pytorch.loggers import Logger
 
 import datamodules
 import rl_modules
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.cli.options import ALONE, CLASS_OPTIONS, GROUPS, arguments_of, options_in, refuse_word, unknown_option
+from recipes.cli.options import ALONE, CLASS_OPTIONS, GROUPS, arguments_of, options_in, unknown_option
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
-from rl_modules.common.loading import import_user_module, load_object, member_of
+from rl_modules.common.loading import import_user_module, member_of
 from rl_modules.core.settings import Setting
 
 #: Package and base class of what each group names.
@@ -27,11 +25,6 @@ PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
 #: Keys of the first level of a config that only ``fit`` reads.
 OF_FIT = ("checkpoint", "record_every", "resume")
-#: Base class of what an argument of a run's classes names.
-NAMED: dict[str, type] = {
-    "logger": Logger, "callbacks": L.Callback, "optimizer": torch.optim.Optimizer,
-    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
-}  # fmt: skip
 _NUMBERS = {int, float, bool, str, type(None)}
 
 
@@ -94,50 +87,38 @@ def settings_of(cls: Any) -> Mapping[str, Setting]:
 
 
 def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], message: str) -> typing.NoReturn:
-    """Raises the sentence for what the run's classes refuse of a command line, or else the parser's message."""
-    given = list(_given(args))
-    places = [place for place, _ in given]
-    for place, value in given:
+    """Raises what the run's classes say of a command line that the parser refused, or else the parser's message."""
+    owners = {"trainer": L.Trainer, **({"checkpoint": Checkpoints} if command == "fit" else {}), **chosen}
+    for place, value in _given(args):
         group, _, rest = place.partition(".")
         name, _, deeper = rest.removeprefix("init_args.").partition(".")
-        if not place.startswith("-") and place == value:
-            raise UsageError(refuse_word(place))
-        if group not in GROUPS:
-            if group not in ALONE:
-                raise UsageError(unknown_option(place, dict(chosen)))
-            if group in ("threads", "record_every", "episodes"):
-                Setting(1, "").of_kind(int).checked(group, value)
-        elif group in PACKAGES and group not in chosen:
-            if name:
-                raise UsageError(f"{place} is given without a class; name the class with --{group} CLASS or --config")
-            example = "PPO" if group == "model" else "RolloutDataModule"
-            raise UsageError(f"{group}={value!r} must be a class, such as {example}, as in --{group} {example}")
-        elif name and name not in ("class_path", "init_args", "dict_kwargs"):
-            cls = {"trainer": L.Trainer, "checkpoint": Checkpoints, **chosen}[group]
-            if name not in arguments_of(cls) or (group == "checkpoint" and command != "fit"):
-                raise UsageError(unknown_option(place, dict(chosen)))
-            if not deeper and (setting := settings_of(cls).get(name)):
-                _check(f"{group}.{name}", setting, value, places)
-        elif group == "trainer" and not isinstance(value, dict):
-            raise UsageError(f"trainer={value!r} must be a mapping of the Trainer's arguments")
+        if group in PACKAGES and group not in chosen:
+            raise UsageError(which_class(group))
+        if group in owners and name in ("class_path", "init_args", "dict_kwargs"):
+            continue
+        if place not in (*GROUPS, *ALONE) and not (group in owners and name in arguments_of(owners[group])):
+            raise UsageError(unknown_option(place, dict(chosen)))
+        setting = settings_of(owners[group]).get(name) if name and not deeper else None
+        if setting is not None and ({*setting.kinds} <= _NUMBERS or setting.check is not None):
+            setting.checked(place.replace(".init_args", ""), value)
     if missing := next((group for group in PACKAGES if group not in chosen), None):
-        checkpoint = next((value for name, value, _ in options_in(args) if name == "--ckpt_path"), None)
-        raise UsageError(which_class(missing, checkpoint))
-    text = " ".join(message.split())
-    raise UsageError(text if len(text) < 600 else f"{text[:300]} … {text[-300:]}")
+        raise UsageError(
+            which_class(missing, next((x for name, x, _ in options_in(args) if name == "--ckpt_path"), None))
+        )
+    raise UsageError(" ".join(message.split())[:600])
 
 
 def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields every value that configs and options give, by its place, such as ``model.gamma``."""
     for option, text, _ in options_in(args):
-        if not option.startswith("-"):
-            yield option, option
-        elif option != "--config":
+        if option != "--config":
             yield option.lstrip("-").removesuffix("+"), _parsed(text)
     for path in (text for option, text, _ in options_in(args) if option == "--config"):
         for key, node in yaml_load(Path(path).read_text("utf-8")).items():
-            arguments = node.get("init_args", node if key not in PACKAGES else {}) if isinstance(node, dict) else {}
-            yield from ((f"{key}.{name}", value) for name, value in (arguments or {}).items())
+            own = node if key not in PACKAGES else {}
+            arguments = node.get("init_args", own) if isinstance(node, dict) and key in GROUPS else {}
+            arguments = arguments if isinstance(arguments, dict) else {}
+            yield from ((f"{key}.{name}", value) for name, value in arguments.items())
             if not arguments:
                 yield key, node
 
@@ -147,46 +128,6 @@ def _parsed(text: str) -> Any:
         return yaml_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _check(place: str, setting: Setting, value: Any, places: Sequence[str]) -> None:
-    """Raises if a value is not of an argument's kind, or names a class that can't be used."""
-    name = place.rpartition(".")[2]
-    words = [str(word) for kind in setting.kinds for word in typing.get_args(kind)
-             if typing.get_origin(kind) is typing.Literal]  # fmt: skip
-    if base := NAMED.get(name):
-        for part in value if isinstance(value, list) else [value]:
-            if part is not None and not isinstance(part, bool):
-                _check_class(place, base, part, places)
-    elif isinstance(value, dict) and isinstance(path := value.get("class_path"), str) and "." in path:
-        load_object(path, place)
-    elif words and type(value) not in setting.kinds and str(value) not in words:
-        raise UsageError(f"{place}={value!r} must be one of {', '.join(words)}{did_you_mean(str(value), words)}")
-    elif {*setting.kinds} <= _NUMBERS or setting.check is not None:
-        setting.checked(place, value)
-
-
-def _check_class(place: str, base: type, given: Any, places: Sequence[str]) -> None:
-    path = given.get("class_path") if isinstance(given, dict) else given
-    known = {cls.__name__: cls for cls in _subclasses(base) if not cls.__name__.startswith("_")}
-    if isinstance(path, str) and "." in path:
-        cls = load_object(path, place)
-    elif path in known:
-        cls = known[path]
-    else:
-        near = did_you_mean(str(path), known) or f"; known are {', '.join(sorted(known)[:30])}"
-        raise UsageError(f"{place}={path!r} names no class that fits{near}")
-    arguments = given.get("init_args") or {} if isinstance(given, dict) else {}
-    words = {name.removeprefix(f"{place}.").removeprefix("init_args.") for name in places}
-    needed = [
-        p.name
-        for p in inspect.signature(cls).parameters.values()
-        if p.default is p.empty
-        and p.kind is p.POSITIONAL_OR_KEYWORD
-        and p.name not in {"params", "optimizer", *arguments, *words}
-    ]
-    if needed:
-        raise UsageError(f"{place}: {cls.__name__} needs {needed[0]}; give it as --{place}.init_args.{needed[0]} VALUE")
 
 
 def which_class(what: str, checkpoint: str | None = None) -> str:

@@ -5,14 +5,14 @@ import json
 import shlex
 import signal
 import sys
-from pathlib import Path
+import traceback
 from typing import Any
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped, end_with_starter
-from recipes.cli import config_files, information
+from recipes.cli import information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, HELP, parser_of, short_help
-from recipes.cli.options import CLASS_OPTIONS, options_in, refuse_keys
+from recipes.cli.options import CLASS_OPTIONS, options_in
 from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show, wait_for
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
@@ -53,6 +53,18 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         print(f"error: the disk is full ({error}); the checkpoints written so far are whole: free some space, then add "
               "--resume", file=sys.stderr)  # fmt: skip
         raise SystemExit(1) from error
+    except Exception as error:
+        if not _is_of_a_library(error):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _is_of_a_library(error: BaseException) -> bool:
+    """Whether Lightning, its parser or Weights & Biases raised an error, which is then for the user."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    modules = (type(error).__module__, str(last.f_globals.get("__name__")))
+    return any(name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in modules)
 
 
 def _resume_command(args: list[str], default_config: str | None, stopped: Stopped) -> str:
@@ -183,14 +195,13 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
                 raise UsageError("--config needs a file or the name of an installed config, as in --config "
                                  "ppo/cartpole.yaml")  # fmt: skip
             path = configs.find(value)
-            refuse_keys(path, config_files.check(path))
+            configs.checked(path)
             configs_named += ["--config", str(path)]
         else:
             names_class = name in CLASS_OPTIONS and bool(value) and not value.startswith(("-", "{"))
             (classes if names_class else others).extend(words)
     if default_config is not None and not configs_named:
         configs_named = ["--config", str(configs.find(default_config))]
-    config_files.check_order([Path(path) for path in configs_named[1::2]])
     return [*configs_named, *classes, *others]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import register_type
+from jsonargparse.typing import PositiveInt, register_type
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.base import ControlDataModule
@@ -21,16 +21,16 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.callbacks.recorder import record_episodes
+from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.callbacks.signals import Stopped, end_at_sigterm
-from recipes.cli import runs, trainer_settings
+from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.cli.terminal import place_in_users_code, wait_for
-from recipes.run import Run, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
+from recipes.cli.terminal import wait_for
+from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import OWN_NETWORKS, settings_of
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 from rl_modules.core.seams import check_pairing
 from rl_modules.ranks import launches
@@ -124,7 +124,7 @@ class RLCLI(LightningCLI):
                 "--record_every", type=int, default=0, help="Transitions between two recorded episodes; 0: none."
             )
         parser.add_argument(
-            "--threads", type=int, default=1, help="CPU threads of torch; 1 is fastest for small networks."
+            "--threads", type=PositiveInt, default=1, help="CPU threads of torch; 1 is fastest for small networks."
         )
 
     def _parse_ckpt_path(self) -> None:
@@ -138,8 +138,6 @@ class RLCLI(LightningCLI):
             return
         seed = runs.drawn_seed() if seed is True else int(seed)
         config["seed_everything"] = seed  # the recorded config runs the same again
-        if not 0 <= seed < 2**32:
-            raise UsageError(f"seed_everything={seed} must lie in [0, {2**32 - 1}], as NumPy takes it")
         L.seed_everything(seed, workers=True, verbose=False)
         if config.get("data") is not None and "seed" in arguments_of(load_object(config["data"]["class_path"], "data")):
             config["data"]["init_args"]["seed"] = seed
@@ -149,13 +147,9 @@ class RLCLI(LightningCLI):
         if config.get("model") is None or config.get("data") is None:
             missing = "model" if config.get("model") is None else "data"
             raise UsageError(which_class(missing, config.get("ckpt_path")))
-        if config["threads"] < 1:
-            raise UsageError(f"threads={config['threads']} must be at least 1")
         torch.set_num_threads(config["threads"])
         _gather_init_args(config["model"])
         runs.set_folder(config)
-        writes = self.command == "fit" and not config["trainer"].get("fast_dev_run")
-        trainer_settings.check(config["trainer"], writes)
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments, self._hold)
 
     def _hold(self, folder: Path) -> None:
@@ -197,16 +191,10 @@ class RLCLI(LightningCLI):
         wait_for("making the environments or records, and the model")
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError, MisconfigurationException) as error:
+        except (ValueError, TypeError, ModuleNotFoundError) as error:
             if cause := _cause(error, UsageError):
                 raise cause from error
-            if cause := _cause(error, ModuleNotFoundError):  # a logger's package
-                raise UsageError(f"a class of the run lacks its package: {' '.join(str(cause).split())}") from error
-            if place := place_in_users_code(error):
-                raise UsageError(f"{place}, raised by a class of the run while it was made") from error
-            if isinstance(error, TypeError) and not _is_lightnings(error):
-                raise
-            raise UsageError(trainer_settings.sentence(error, self.config[self.command]["trainer"])) from error
+            raise
         self._require_weights(self.config[self.command])
         self._take_description()
         self._check_environment()
@@ -239,8 +227,7 @@ class RLCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         shows = config.get("enable_progress_bar")
         if self.command == "fit":
-            record_every = self._get(self.config, "record_every")
-            callbacks += trainer_settings.settings_for_fit(config, record_every, self.datamodule)
+            callbacks += self._callbacks_of_fit(config)
         else:  # the result is printed or written to a file
             config["logger"], config["enable_progress_bar"] = False, bool(shows)
         if self.records and not self._controls:
@@ -250,29 +237,30 @@ class RLCLI(LightningCLI):
             output = self._get(self.config, "output")
             callbacks.append(EpisodeWriter(output or "episodes.csv") if self._controls else
                              CompletionWriter(output or "completions.csv"))  # fmt: skip
-            if not self._controls and config.get("devices") == "auto":
+            if not self._controls:  # each rank has other records, and one process writes
                 config["devices"] = 1
         if writes_nothing := config.get("enable_checkpointing") is False:
             # Lightning then refuses any checkpoint callback, but the project's callback has other tasks too.
             config["enable_checkpointing"] = None
         trainer = super()._instantiate_trainer(config, callbacks)
-        if self.command == "predict" and not self._controls and trainer.world_size > 1:
-            raise UsageError(f"trainer.devices={config['devices']}: predict writes the rows of one process, and each "
-                             f"of {trainer.world_size} has other records; leave it out, or give 1")  # fmt: skip
-        for callback in trainer.checkpoint_callbacks if writes_nothing else []:
-            if not isinstance(callback, Checkpoints):
-                raise UsageError("trainer.enable_checkpointing=false contradicts the callback "
-                                 f"{type(callback).__name__}; leave one of them out")  # fmt: skip
-            callback.writes = False
+        if writes_nothing and (checkpoints := Checkpoints.of(trainer)) is not None:
+            checkpoints.writes = False
         if self.command != "fit":  # `Checkpoints` does so in a run
             end_at_sigterm(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
             show_lines(trainer, self.datamodule)
-        precision = str(config.get("precision"))
-        if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":
-            # Lightning would warn and run in another precision.
-            raise UsageError(f"trainer.precision={precision} needs a GPU; on a CPU use bf16-mixed")
         return trainer
+
+    def _callbacks_of_fit(self, config: dict[str, Any]) -> list[L.Callback]:
+        """Sets the progress bar of ``fit``; returns the callbacks to add: Lightning calls each ten times a batch."""
+        callbacks: list[L.Callback] = []
+        if every := self._get(self.config, "record_every"):
+            callbacks.append(EpisodeRecorder(every))
+        given = config.get("callbacks") or []
+        has_bar = any(isinstance(callback, ProgressBar) for callback in (given if isinstance(given, list) else [given]))
+        shows = config.get("enable_progress_bar") is not False and (sys.stderr.isatty() or has_bar)
+        config["enable_progress_bar"] = shows
+        return [*callbacks, bar_of(self.datamodule)] if shows and not has_bar else callbacks
 
     @property
     def _controls(self) -> bool:
@@ -289,53 +277,23 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         wait_for("evaluating")
+        if self.records:
+            self._record()
+            return
         try:
-            self._run(subcommand)
-        except Exception as error:
+            with self._lock:
+                super()._run_subcommand(subcommand)
+        except Stopped as stopped:
+            stopped.is_found_again = runs.is_found_again(self.config[self.command])
+            raise
+        except Exception:
             run = getattr(self.model, "run", None)
             if self.made is not None and run is not None and not run.has_begun:
                 remove_unused(self.made)
-            if type(error).__module__.startswith("wandb."):
-                said = " ".join(str(error).split())
-                raise UsageError(f"trainer.logger: Weights & Biases says: {said}; or log to files alone with its "
-                                 "offline=true") from error  # fmt: skip
             raise
 
-    def _run(self, subcommand: str) -> None:
-        if not self.records:
-            try:
-                with self._lock:
-                    super()._run_subcommand(subcommand)
-            except Stopped as stopped:
-                stopped.is_found_again = runs.is_found_again(self.config[self.command])
-                raise
-            except FileNotFoundError as error:
-                gone = [path for path in (getattr(logger, "log_dir", None) for logger in self.trainer.loggers)
-                        if path is not None and not Path(path).is_dir()]  # fmt: skip
-                if not gone:
-                    raise
-                raise UsageError(f"{gone[0]}, the folder of this run's logger, was deleted during the run; start the "
-                                 "run again") from error  # fmt: skip
-            except SystemExit as exit_:
-                # An exit of Lightning or of this command passes no line of the user's, unless Ctrl-C came there.
-                if not isinstance(exit_.__context__, KeyboardInterrupt) and (place := place_in_users_code(exit_)):
-                    raise UsageError(f"{place}: the run has ended before its end; raise an error instead") from exit_
-                raise
-            except RuntimeError as error:
-                self._answer_monitor(error)
-                if "Error(s) in loading state_dict" not in str(error):
-                    raise
-                path = self._get(self.config, "ckpt_path")
-                example = ", such as net_arch" if self._controls else ""
-                raise UsageError(f"ckpt_path={path} holds the weights of another network; give the model the "
-                                 f"checkpoint's arguments{example}: {' '.join(str(error).split())[:300]}"
-                                 ) from error  # fmt: skip
-            except (MisconfigurationException, ValueError) as error:
-                if isinstance(error, UsageError) or not _is_lightnings(error):
-                    raise
-                self._answer_monitor(error)
-                raise UsageError(trainer_settings.sentence(error, self.config[self.command]["trainer"])) from error
-            return
+    def _record(self) -> None:
+        """Films episodes of a checkpoint's policy."""
         checkpoint = self._get(self.config, "ckpt_path")
         self._require_own_networks()
         # The command's values take precedence over the checkpoint's.
@@ -354,20 +312,6 @@ class RLCLI(LightningCLI):
                 raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
                                  f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
                                  "has it)")  # fmt: skip
-
-    def _answer_monitor(self, error: Exception) -> None:
-        """Raises the sentence for a callback that monitors what the run does not log."""
-        names = sorted(self.trainer.callback_metrics)
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        monitors = (getattr(callback, "monitor", None) for callback in callbacks if callback is not Checkpoints.of(
-            self.trainer))  # fmt: skip
-        if (name := next((name for name in monitors if name is not None and name not in names), None)) is None:
-            return
-        if self.made is not None:  # Lightning looks at the metric after the first epoch
-            remove_unused(self.made)
-        logged = f"; it logs {', '.join(names[:40])}" if names else "; it has logged nothing yet"
-        near = did_you_mean(name, names) or did_you_mean(f"train/{name}", names) or logged
-        raise UsageError(f"a callback's monitor={name!r} is no metric of this run{near}") from error
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
@@ -394,11 +338,3 @@ def _gather_init_args(model: Any) -> None:
             if beside:
                 arguments = {**(given.get("init_args") or {}), **beside}
                 settings[name] = {"class_path": given["class_path"], "init_args": arguments}
-
-
-def _is_lightnings(error: BaseException) -> bool:
-    """Returns whether Lightning itself raised an error, which is then about the Trainer's arguments."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning.")

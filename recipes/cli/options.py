@@ -4,12 +4,10 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from recipes import configs
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.foreign_names import CONTROL, INSTEAD, MEANT, difference
+from rl_modules.common.foreign_names import INSTEAD, MEANT, difference
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -26,8 +24,6 @@ COMMON = (
     "--data.env_id", "--data.n_envs", "--data.total_timesteps", "--trainer.accelerator", "--trainer.devices",
     "--trainer.logger", "--trainer.max_steps", "--trainer.precision",
 )  # fmt: skip
-#: Options of other programs, and their equivalents here.
-ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,68 +63,37 @@ def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         i += 1 + has_word
 
 
-def refuse_word(word: str) -> str:
-    """Returns the sentence for a word that is no option and belongs to none."""
+def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
+    """Returns the sentence for an option that does not exist, with the one that is probably meant."""
     import rl_modules
 
-    if word in rl_modules.__all__:
-        return f"{word!r} is not an option; a class is given as --model {word}"
-    name = word if word in configs.names() else f"{word}.yaml"
-    if name in configs.names() or Path(word).suffix in (".yaml", ".yml"):
-        return f"{word!r} is not an option; a config is given as --config {word}"
-    return f"{word!r} is not an option; options begin with --, and their value follows after a space"
-
-
-def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
-    """Returns the sentence for an option that does not exist."""
+    if name in rl_modules.__all__ or name.endswith(".yaml"):
+        return f"{name!r} is not an option; give it as --{'config' if name.endswith('.yaml') else 'model'} {name}"
     group, _, rest = name.partition(".")
-    rest = rest.removeprefix("init_args.")
-    if not rest or group not in GROUPS:
-        return f"unknown option --{name}{_meant(name.replace('-', '_'), chosen)}; `rl fit --help` lists all"
-    known = of_group(group, chosen)
-    owner = getattr((chosen or {}).get(group), "__name__", group)
-    fixed = getattr((chosen or {}).get(group), "fixed_settings", {})
-    if rest in fixed:
-        return f"unknown option '{name}': {owner} sets {rest} itself; {fixed[rest]}"
-    if rest in known and group == "checkpoint":
-        return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
+    group, rest = (group, rest.removeprefix("init_args.")) if rest and group in GROUPS else ("", name)
+    cls: Any = (chosen or {}).get(group)
     foreign = rest.replace("-", "_")
+    if rest in getattr(cls, "fixed_settings", {}):
+        return f"unknown option '{name}': {cls.__name__} sets {rest} itself; {cls.fixed_settings[rest]}"
     if foreign in INSTEAD:
         return f"unknown option '{name}'; {INSTEAD[foreign]}"
-    if (meant := MEANT.get(foreign)) and _exists(meant, chosen):
-        return f"unknown option '{name}'; did you mean --{meant}{difference(foreign)}?"
-    places = [place for place in places_of(rest, chosen) if not place.startswith(f"{group}.")]
-    if not places and rest in ELSEWHERE and rest not in known:
-        places = [ELSEWHERE[rest]]
-    if not places and (near := did_you_mean(rest, known)):
-        return f"unknown option '{name}'{near}"
+    places = [MEANT[foreign]] if foreign in MEANT and _exists(MEANT[foreign], chosen) else []
+    places = places or [
+        f"{other}.{foreign}" for other in GROUPS if other != group and foreign in of_group(other, chosen)
+    ]
     if places:
-        return f"unknown option '{name}'; did you mean --{' or --'.join(places)}?"
-    return f"unknown option '{name}': {owner} has no {rest!r}; it takes {', '.join(sorted(known)[:40])}"
+        return f"unknown option '{name}'; did you mean --{' or --'.join(places)}{difference(foreign)}?"
+    known = of_group(group, chosen) if group else {*ALONE, *GROUPS}
+    near = (
+        did_you_mean(rest, known) or f"; {cls.__name__ if cls else group or 'rl'} takes {', '.join(sorted(known)[:40])}"
+    )
+    return f"unknown option '{name}'{near}"
 
 
 def _exists(place: str, chosen: dict[str, Any] | None) -> bool:
     """Returns whether the run's classes have an option, where they are known."""
     group, _, rest = place.partition(".")
     return not rest or (chosen or {}).get(group) is None or rest in of_group(group, chosen)
-
-
-def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
-    """Returns a clause with the option that a name without a group probably means."""
-    if name in INSTEAD:
-        return f"; {INSTEAD[name]}"
-    is_of_language = name in CONTROL and (chosen or {}).get("model") is not None
-    if name in MEANT and _exists(MEANT[name], chosen) and (is_of_language or name not in CONTROL):
-        return f"; did you mean --{MEANT[name]}{difference(name)}?"
-    near = did_you_mean(name, [*ALONE, *GROUPS])
-    if places := places_of(name):
-        return f"; did you mean --{' or --'.join(places)}?"
-    return near.replace("did you mean ", "did you mean --").replace(" or ", " or --")
-
-
-def places_of(name: str, chosen: dict[str, Any] | None = None) -> list[str]:
-    """Returns the full names of the options whose last part is ``name``."""
-    return [f"{group}.{name}" for group in GROUPS if name in of_group(group, chosen)]
 
 
 def of_group(group: str, chosen: dict[str, Any] | None = None) -> set[str]:
@@ -165,21 +130,3 @@ def arguments_of(cls: type) -> set[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break
     return names - {"self"}
-
-
-def refuse_keys(path: Path, keys: set[str]) -> None:
-    """Refuses unknown keys at the first level of a config file."""
-    for key in sorted(keys - {*GROUPS, *ALONE}):
-        if near := did_you_mean(key, GROUPS):
-            raise UsageError(f"{path}: the key {key!r} means nothing{near}")
-        places = [MEANT[key]] if key in MEANT else places_of(key)
-        if key in INSTEAD:
-            raise UsageError(f"{path}: the key {key!r} means nothing; {INSTEAD[key]}")
-        where = f"; it belongs under {' or '.join(_as_yaml(place) for place in places)}" if places else (
-            f"; a config has {', '.join(GROUPS[:3])} and {', '.join(ALONE[:5])}")  # fmt: skip
-        raise UsageError(f"{path}: the key {key!r} means nothing at the first level{where}")
-
-
-def _as_yaml(place: str) -> str:
-    group, _, rest = place.partition(".")
-    return f"{group}.init_args.{rest}" if group in ("model", "data") and rest else place

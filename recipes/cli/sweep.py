@@ -15,12 +15,10 @@ from recipes.cli.sweep_trials import (
     Judge,
     Pruned,
     best_trials,
-    copy_evaluations,
     locked,
     open_study,
     remove_checkpoints,
     run_once,
-    same_settings,
     write_hparams,
 )
 from recipes.run import LOGS
@@ -93,22 +91,17 @@ def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) ->
 
 
 def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
-    """Runs a trial's seeds without a result, or takes those of an equal trial, and tells the study the mean."""
+    """Runs a trial's seeds without a result, and tells the study the mean."""
     from optuna.trial import TrialState
 
     failure: Exception | None = None
-    chosen = {name: found.choose(trial, name) for name, found in sweep.search.items()}
+    chosen = {name: found.choose(trial, name) for name, found in sweep.ranges.items()}
     what = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in chosen.items())
     run_folder = folder / "runs" / f"trial_{trial.number:04}"
     value: float | None = None
     try:
-        if (first := same_settings(study, trial)) is not None:
-            value, source = first.value, f" of trial {first.number}, which had the same settings"
-            copy_evaluations(study, first, trial)
-        else:
-            results = [run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds)]
-            value, source = sum(results) / len(results), ""
-        state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}{source}"
+        value = fmean(run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds))
+        state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
     except Pruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
     except FAILURES as error:

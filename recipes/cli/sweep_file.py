@@ -1,15 +1,16 @@
 """Reads the file of a sweep: which arguments are searched, in which ranges, and how a trial is judged."""
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from lightning.pytorch.core.mixins import HyperparametersMixin
 
 from recipes import configs
-from recipes.cli import config_files
+from recipes.cli.options import options_in
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.core.settings import Declared, setting
 
 #: Kinds of ranges, and what each holds.
 KINDS = {
@@ -48,27 +49,53 @@ def as_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-@dataclass
-class Sweep:
-    """The settings of a sweep; each is a key of its file."""
+def check_configs(name: str, given: Any) -> list[str]:
+    """Returns one or several configs as a list; a name that is none is reported before the first trial."""
+    names = [given] if isinstance(given, str) else given
+    if not names or not all(isinstance(one, str) for one in names):
+        raise UsageError(f"{name}={given!r} must be the config whose arguments are searched, as in "
+                         "trpo/lunarlander.yaml, or a list of such")  # fmt: skip
+    for one in names:
+        configs.find(one)
+    return names
 
-    config: list[str]
-    search: dict[str, Range]
-    name: str = ""
-    n_trials: int = 50
-    seeds: int = 1
-    first_seed: int = 1000
-    monitor: str = "eval/mean_reward"
-    objective: str = ""
-    mode: str = "max"
-    prune: bool = True
-    startup_trials: int = 10
-    warmup_evaluations: int = 2
-    sampler_seed: int = 0
-    keep_checkpoints: bool = False
-    finalists: int = 0
-    final_seeds: int = 10
-    arguments: list[str] = field(default_factory=list)
+
+def check_search(name: str, given: Any) -> Any:
+    """Refuses what does not map arguments to ranges."""
+    if not isinstance(given, dict) or not given:
+        raise UsageError(f"{name}={given!r} must map arguments to ranges, as in model.gamma: {{uniform: [0.9, 0.99]}}")
+    for argument, value in given.items():
+        read_range(f"{name}.{argument}", value)
+    return given
+
+
+class Sweep(Declared, HyperparametersMixin):
+    """A sweep; each setting is a key of its file."""
+
+    config: Any = setting(None, "config whose arguments are searched, or a list of such", check=check_configs)
+    search: Any = setting(None, "ranges of arguments, by dotted name", check=check_search)
+    name: str = setting("", "of its folder in logs; empty: the config's name")
+    n_trials: int = setting(50, "number of trials", least=1)
+    seeds: int = setting(1, "runs of a trial, whose mean counts", least=1)
+    first_seed: int = setting(1000, "of these runs", least=0)
+    monitor: str = setting("eval/mean_reward", "metric of the evaluations by which a trial is pruned")
+    objective: str = setting("", "metric whose last value is a run's result; empty: monitor")
+    mode: str = setting("max", "whether a larger or a smaller result is better", one_of=("max", "min"))
+    prune: bool = setting(True, "end a trial that is worse than the median of the others")
+    startup_trials: int = setting(10, "trials before any is pruned, with settings drawn at random", least=1)
+    warmup_evaluations: int = setting(2, "evaluations of a trial before it may be pruned", least=0)
+    sampler_seed: int = setting(0, "of the drawn settings", least=0)
+    keep_checkpoints: bool = setting(False, "keep the checkpoints of all runs")
+    finalists: int = setting(0, "best trials that run again on new seeds", least=0)
+    final_seeds: int = setting(10, "runs of each finalist", least=1)
+
+    #: Options of all runs.
+    arguments: list[str]
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(Path(self.config[0]).with_suffix("")).replace("/", "-").strip("-.")
+        self.objective = self.objective or self.monitor
+        self.ranges = {name: read_range(name, given) for name, given in self.search.items()}
 
     @property
     def final_seed(self) -> int:
@@ -78,93 +105,42 @@ class Sweep:
     @property
     def identity(self) -> str:
         """The settings that a resumed sweep must share, as text."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in CHANGEABLE}
-        kept["config_texts"] = [configs.text(name) for name in self.config]
-        kept["search"] = {name: [found.kind, found.bounds] for name, found in self.search.items()}
-        return json.dumps(kept, sort_keys=True)
+        kept = {name: value for name, value in self.hparams.items() if name not in CHANGEABLE}
+        texts = [configs.text(name) for name in self.config]
+        return json.dumps({**kept, "arguments": self.arguments, "config_texts": texts}, sort_keys=True)
 
 
 def read(name: str, words: list[str]) -> Sweep:
-    """Reads a sweep's file."""
+    """Reads a sweep's file; ``words`` are options of its runs, and perhaps ``--n_trials``."""
     path = configs.find(name)
-    config_files.check(path)
-    content = yaml.safe_load(path.read_text("utf-8"))
-    known = [f.name for f in fields(Sweep) if f.name != "arguments"]
-    for key in content:
-        if key not in known:
-            raise UsageError(f"{path}: the key {key!r} means nothing in a sweep{did_you_mean(str(key), known)}; it has "
-                             f"{', '.join(known)}")  # fmt: skip
-    given = content.get("config")
-    names = [given] if isinstance(given, str) else given
-    if not names or not all(isinstance(one, str) for one in names):
-        raise UsageError(f"{path}: config={given!r} must be the config whose arguments are searched, as in "
-                         "trpo/lunarlander.yaml, or a list of such")  # fmt: skip
-    for one in names:
-        configs.find(one)  # a mistake is reported before the first trial
-    sweep = Sweep(**{**content, "config": names, "search": _ranges(path, content.get("search"))})
-    _take_words(sweep, words)
-    _check(path, sweep)
-    sweep.name = sweep.name or str(Path(names[0]).with_suffix("")).replace("/", "-").strip("-.")
-    sweep.objective = sweep.objective or sweep.monitor
+    content, arguments = configs.checked(path), []
+    for option, value, own in options_in(words):
+        if option == "--n_trials":
+            content["n_trials"] = int(value) if value.isdigit() else value
+        else:
+            arguments += own
+    try:
+        sweep = Sweep(**content)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    sweep.arguments = arguments
+    for word in [*sweep.search, *arguments]:
+        if (given := word.lstrip("-").partition("=")[0]) in SEEDS:
+            raise UsageError(f"{given} can't be given: a trial runs with the seeds from first_seed={sweep.first_seed} "
+                             "up, as many as seeds says")  # fmt: skip
     return sweep
 
 
-def _take_words(sweep: Sweep, words: list[str]) -> None:
-    pending = iter(words)
-    for word in pending:
-        option, equals, value = word.partition("=")
-        if option == "--n_trials":
-            value = value if equals else next(pending, "")
-            if not value.isdigit():
-                raise UsageError(f"--n_trials takes a whole number, as in --n_trials 50; got {value!r}")
-            sweep.n_trials = int(value)
-        else:
-            sweep.arguments.append(word)
-
-
-def _check(path: Path, sweep: Sweep) -> None:
-    for one in fields(Sweep):
-        value, kind = getattr(sweep, one.name), type(one.default)
-        if kind in (int, str, bool) and type(value) is not kind:
-            raise UsageError(f"{path}: {one.name}={value!r} must be {_ARTICLES[kind]}, as the default {one.default!r}")
-    for name, least in (("n_trials", 1), ("seeds", 1), ("first_seed", 0), ("startup_trials", 1),
-                        ("warmup_evaluations", 0), ("sampler_seed", 0), ("finalists", 0),
-                        ("final_seeds", 1)):  # fmt: skip
-        if getattr(sweep, name) < least:
-            raise UsageError(f"{path}: {name}={getattr(sweep, name)} must be at least {least}")
-    for word in [*sweep.search, *sweep.arguments]:
-        name = word.lstrip("-").partition("=")[0]
-        if name in SEEDS:
-            raise UsageError(f"{name} can't be given: a trial runs with the seeds from first_seed={sweep.first_seed} "
-                             "up, as many as seeds says")  # fmt: skip
-    if sweep.mode not in ("max", "min"):
-        raise UsageError(f"{path}: mode={sweep.mode!r} must be max or min")
-
-
-_ARTICLES = {int: "a whole number", str: "text", bool: "true or false"}
-
-
-def _ranges(path: Path, search: Any) -> dict[str, Range]:
-    if not isinstance(search, dict) or not search:
-        raise UsageError(f"{path}: search={search!r} must map arguments to ranges, as in model.learning_rate: "
-                         "{log: [1e-4, 1e-2]}")  # fmt: skip
-    return {str(name): _range(f"{path}: search.{name}", given) for name, given in search.items()}
-
-
-def _range(place: str, given: Any) -> Range:
-    if not isinstance(given, dict) or len(given) != 1 or next(iter(given)) not in KINDS:
-        near = did_you_mean(str(next(iter(given))), KINDS) if isinstance(given, dict) and len(given) == 1 else ""
-        raise UsageError(f"{place}={given!r} must have one of the keys {', '.join(KINDS)}{near}")
-    ((kind, bounds),) = given.items()
-    wrong = UsageError(f"{place}: {kind}={bounds!r} must be {KINDS[kind]}")
-    if not isinstance(bounds, list) or not bounds:
-        raise wrong
-    if kind == "values":
-        return Range(kind, bounds)
+def read_range(place: str, given: Any) -> Range:
+    """Returns the range that a key of ``search`` describes."""
+    kind, bounds = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else ("", given)
+    if kind not in KINDS:
+        raise UsageError(f"{place}={given!r} must have one of the keys {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     try:
-        low, high = (float(bound) for bound in bounds)  # PyYAML reads 1e-4 as text
-    except (TypeError, ValueError) as error:
-        raise wrong from error
-    if not low <= high or ("log" in kind and low <= 0) or ("int" in kind and (low % 1 or high % 1)):
-        raise wrong
-    return Range(kind, [low, high])
+        low, high = (0.0, 0.0) if kind == "values" else map(float, bounds)  # PyYAML reads 1e-4 as text
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    fits = low <= high and not ("log" in kind and low <= 0) and not ("int" in kind and (low % 1 or high % 1))
+    if not isinstance(bounds, list) or not bounds or not fits:
+        raise UsageError(f"{place}: {kind}={bounds!r} must be {KINDS[kind]}")
+    return Range(kind, bounds if kind == "values" else [low, high])

@@ -194,20 +194,6 @@ def best_trials(sweep: Sweep, study: Any, most: int) -> list[FrozenTrial]:
     return best[:most]
 
 
-def same_settings(study: Any, trial: Any) -> FrozenTrial | None:
-    """Returns the complete trial that drew ``trial``'s settings first, whose runs would only be repeated; else None."""
-    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    return next((one for one in done if one.params == trial.params), None)
-
-
-def copy_evaluations(study: Any, source: FrozenTrial, trial: Any) -> None:
-    """Reports the evaluations of ``source`` as those of ``trial``, so that later trials are pruned as if it had run."""
-    known = study.get_trials(deepcopy=False)[trial.number].intermediate_values
-    for step, value in sorted(source.intermediate_values.items()):
-        if step not in known:  # a resumed trial has reported some
-            trial.report(value, step)
-
-
 def write_hparams(
     folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str], final: float | None = None
 ) -> None:

@@ -3,8 +3,6 @@
 import logging
 import os
 import sys
-import sysconfig
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -74,8 +72,6 @@ def show(text: str) -> None:
 #: Top-level packages of this project.
 PACKAGES = ("configs", "datamodules", "recipes", "rl_modules")
 _ROOT = Path(__file__).resolve().parents[2]
-#: Folders of code that is not the user's; so is all of ``site-packages``.
-_LIBRARIES = [Path(sysconfig.get_paths()["stdlib"]), *(_ROOT / package for package in PACKAGES)]
 
 
 def add_working_directory() -> None:
@@ -93,20 +89,6 @@ def add_working_directory() -> None:
         print(f"note: {', '.join(str(folder / name) for name in hidden)} can't be imported: this project has "
               f"{'packages' if len(hidden) > 1 else 'a package'} of that name; rename yours to use its classes",
               file=sys.stderr)  # fmt: skip
-
-
-def place_in_users_code(error: BaseException | None) -> str | None:
-    """Returns ``file:line: error`` where the user's code raised an error, or called what did; None otherwise."""
-    while error is not None:
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            file = Path(frame.filename)
-            is_library = {"site-packages", "dist-packages"} & set(file.parts) or any(
-                map(file.is_relative_to, _LIBRARIES)
-            )
-            if not is_library and file.exists():
-                return f"{file}:{frame.lineno}: {type(error).__name__}: {' '.join(str(error).split())}"
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def is_first_rank() -> bool:

@@ -164,17 +164,14 @@ def test_an_argument_of_a_users_network_can_be_given_alone(rl, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [("nowhere.Noise", "No module named 'nowhere'"), ("rl_modules.action_noise.Noise", "has no 'Noise'")],
-)
-def test_a_class_in_a_config_that_does_not_exist_is_named(rl, tmp_path, path, why):
+@pytest.mark.parametrize("path", ["nowhere.Noise", "rl_modules.action_noise.Noise"])
+def test_a_class_in_a_config_that_does_not_exist_is_named(rl, tmp_path, path):
     noise = {"class_path": path, "init_args": {"sigma": 0.2}}
     settings = {"model": {"class_path": "TD3", "init_args": {"action_noise": noise}},
                 "data": {"class_path": "ReplayDataModule", "init_args": {"env_id": "Pendulum-v1"}}}  # fmt: skip
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
     code, _, err = rl("fit", "--config", str(tmp_path / "mine.yaml"))
-    assert code == 1 and f"model.action_noise '{path}'" in err and why in err
+    assert code == 1 and "action_noise" in err and path in err
 
 
 @pytest.mark.long
@@ -358,7 +355,7 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
         (["fit", "--config", "ppo/cartpole.yaml", "--model.gamma", "7"], "gamma=7.0 must lie in"),
         (["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "CartPol-v1"], "did you mean CartPole-v1"),
         (["fit", "--config", "ppo/cartpole.yaml", "--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is not a file"),
-        (["fit", "--model", "PPO", "--data.env_id", "CartPole-v1"], "name the class with --data CLASS"),
+        (["fit", "--model", "PPO", "--data.env_id", "CartPole-v1"], "no data is given; .* --data CLASS"),
         (["predict", "--config", "ppo/cartpole.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
         (
             ["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Odd"],
