@@ -108,6 +108,7 @@ VARIANTS: dict[str, Variant] = {
     "two generations old, uncorrected": Variant(options={
         "data.async_generations": 2, "model.importance_sampling_correction": "none", "model.top_p": 0.9999999}),
     "top-p .8": Variant(options={"model.top_p": 0.8}),
+    "top-p .8, vllm": Variant(options={"model.top_p": 0.8, "model.sampler": "vllm"}),
     "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
 }  # fmt: skip
 
