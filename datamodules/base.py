@@ -7,37 +7,23 @@ from typing import Any, cast
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector, make_collector
 from datamodules.environments import Environments
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, as_vector
 from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
-from rl_modules.core.seams import check_pairing, name_missing_field
+from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.core.state import forget_state, state_of
 
 Batch = dict[str, Any]
-
-
-def _of_environments(name: str) -> Any:
-    """Makes an attribute that :class:`~datamodules.environments.Environments` stores, also if a subclass sets it."""
-
-    def assign(self: "ControlDataModule", value: Any) -> None:
-        collector = getattr(self, "_collector", None)
-        steps = self.environments.is_open and collector is not None and not getattr(collector.envs, "closed", False)
-        if steps and not name.startswith("eval_"):
-            rank_zero_warn(f"{name}={value!r} holds from the next evaluation and the next fit on: the environments in "
-                           "which training steps are made; change those by collector.envs.set_attr")  # fmt: skip
-        setattr(self.environments, name, value)
-
-    return property(lambda self: getattr(self.environments, name), assign)
 
 
 def _without_norm(switch: str) -> Any:
@@ -56,8 +42,7 @@ class ControlDataModule(Experience):
 
     env_id: Any = setting(
         "CartPole-v1", "a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "
-        "vector of them, or a vector", kind=EnvId, positional=True, stored=False, attribute="_given_env",
-        computed=_of_environments("env_id"))  # fmt: skip
+        "vector of them, or a vector", kind=EnvId, positional=True, stored=False)  # fmt: skip
     n_envs: int = setting(
         8, "environments that step together, per rank; ignored for a vector, which has its own number", least=1,
         positional=True)  # fmt: skip
@@ -67,31 +52,28 @@ class ControlDataModule(Experience):
     seed: int = setting(0, "source of all random streams: environments, actions, minibatches, weights", least=0)
     vectorization_mode: str = setting(
         "sync", "``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the environment's own "
-        "engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium)", one_of=VECTORIZATION,
-        computed=_of_environments("vectorization_mode"))  # fmt: skip
+        "engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium)",
+        one_of=VECTORIZATION)  # fmt: skip
     autoreset_mode: str = setting(
         "same_step", "``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same "
         "transitions. With ``next_step``, actions are also drawn for the reset rows, which are ignored, so later "
-        "samples differ", one_of=tuple(AUTORESET), computed=_of_environments("autoreset_mode"))  # fmt: skip
+        "samples differ", one_of=tuple(AUTORESET))  # fmt: skip
     env_kwargs: Any = setting(
         None, "keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
-        kind=dict[str, Any] | None, computed=_of_environments("env_kwargs"))  # fmt: skip
+        kind=dict[str, Any] | None)  # fmt: skip
     wrappers: Any = setting(
         None, "Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
-        "import path, or ``{'class_path': ..., 'init_args': {...}}``", kind=list[str | dict[str, Any]] | None,
-        computed=_of_environments("wrappers"))  # fmt: skip
+        "import path, or ``{'class_path': ..., 'init_args': {...}}``",
+        kind=list[str | dict[str, Any]] | None)  # fmt: skip
     eval_env_kwargs: Any = setting(
         None, "keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
-        "engine steps in training, they replace ``env_kwargs``", kind=dict[str, Any] | None,
-        computed=_of_environments("eval_env_kwargs"))  # fmt: skip
+        "engine steps in training, they replace ``env_kwargs``", kind=dict[str, Any] | None)  # fmt: skip
     eval_wrappers: Any = setting(
         None, "wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
-        kind=list[str | dict[str, Any]] | None,
-        computed=_of_environments("eval_wrappers"))  # fmt: skip
+        kind=list[str | dict[str, Any]] | None)  # fmt: skip
     action_masks: bool = setting(
         True, "restrict actions to those that the environment allows in an ``action_mask`` of its Dict observation or "
-        "infos, or by a method ``action_masks()``. False: ignore masks",
-        computed=_of_environments("action_masks"))  # fmt: skip
+        "infos, or by a method ``action_masks()``. False: ignore masks")  # fmt: skip
     norm_obs: bool = setting(
         False, "normalise observations by their running mean and standard deviation; ranks share theirs after every "
         "rollout")  # fmt: skip
@@ -122,20 +104,16 @@ class ControlDataModule(Experience):
         least=1)  # fmt: skip
     stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
 
-    _given_env: Any
-
     def __post_init__(self) -> None:
         hp: Any = self.hparams
         if chosen := chosen_by_checkpoint(self):
             from datamodules.check import check_chosen
 
-            check_chosen(chosen, self._given_env, hp)
-        self.environments = Environments(
-            self._given_env, hp.env_kwargs, hp.wrappers, hp.eval_env_kwargs, hp.eval_wrappers, hp.vectorization_mode,
-            hp.autoreset_mode, hp.action_masks, self.seed,
-        )  # fmt: skip
+            check_chosen(chosen, self.env_id, hp)
+        self.env_id = as_vector(self.env_id)
+        self.environments = self._described()
         hp["env_id"] = self.env_name
-        if isinstance(self.env_id, VectorEnv):
+        if self.environments.is_one_vector:
             self.n_envs = self.env_id.num_envs
         if self.sign_reward and self.norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
@@ -151,6 +129,7 @@ class ControlDataModule(Experience):
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if not self.environments.is_open:
+            self.environments = self._described()
             self.environments.open()
             if self.environments.makes_vector:
                 from datamodules.envs.engines import check_vector
@@ -165,6 +144,13 @@ class ControlDataModule(Experience):
             forget_state(self)
             self.begin_run()
             schedule_evaluations(self)
+
+    def _described(self) -> Environments:
+        """The environments that the settings describe, which may have been assigned since the last run."""
+        return Environments(
+            self.env_id, self.env_kwargs, self.wrappers, self.eval_env_kwargs, self.eval_wrappers,
+            self.vectorization_mode, self.autoreset_mode, self.action_masks, self.seed,
+        )  # fmt: skip
 
     def resolve(self) -> None:
         """Fills in what was not given, or assigned since, with the algorithm's defaults, before each fit."""
@@ -188,8 +174,6 @@ class ControlDataModule(Experience):
     def _on_exception(self, exception: BaseException) -> None:
         # The module's `on_fit_end`, which resets this for the whole process, is not called then.
         torch.set_flush_denormal(False)
-        if self._collector is not None:
-            name_missing_field(exception, self._collector.fields)
 
     def _teardown(self, stage: str) -> None:
         if stage == "fit" and self._collector is not None and not self.environments.is_one_vector:

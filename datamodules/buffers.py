@@ -1,7 +1,9 @@
 """The replay buffer."""
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from datamodules.experience import available_bytes
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
@@ -349,3 +350,25 @@ def announce_memory(data: Any) -> None:
 
 def _readable(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take, in bytes: what the machine has free, or the container's limit leaves."""
+    known = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    elif hasattr(os, "sysconf"):
+        # Only Linux reports the free memory; elsewhere the installed memory is an upper bound.
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ):
+        group = Path(folder)
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Cached files count as used, but the system frees them when needed.
+            known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
+    return min(known, default=2**63)

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 
 import rl_modules
 from datamodules.environments import Environments
-from datamodules.envs.boundary import Boundary, require_finite_evaluation
+from datamodules.envs.boundary import boundary_of, require_finite_evaluation
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import MASK
 from rl_modules.common.spaces import space_to_dict, tree_leaves
@@ -92,7 +92,7 @@ def _play(environments: Environments, seed: int) -> tuple[list[list[np.ndarray]]
     """Plays random actions; returns observation and reward of every step as arrays, and the number of ends."""
     envs: VectorEnv = environments.make_for_evaluation(1)
     try:
-        boundary, space = Boundary(envs, environments.name), environments.action_space
+        boundary, space = boundary_of(envs, environments.name), environments.action_space
         space.seed(seed)
         observation, seen, ends = boundary.reset(seed=[seed]), [], 0
         for _ in range(STEPS):

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from datamodules.envs import episodes
-from datamodules.envs.boundary import Boundary, Digits, require_finite
+from datamodules.envs.boundary import boundary_of, require_finite
 from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double
 from rl_modules.common.seeding import stream_seed
@@ -57,12 +57,11 @@ class Collector(Stateful):
         returns_raw: bool = False,
     ) -> None:
         self.envs, self.name, self.streams = envs, name, streams
-        self.boundary = Boundary(envs, name)
+        self.boundary = boundary_of(envs, name)
         self.space, self.mode, self.has_episodes = self.boundary.space, self.boundary.mode, self.boundary.has_episodes
         self.normalizers, self.sign_reward, self.returns_raw = normalizers, sign_reward, returns_raw
         #: Whether observations in float64 are normalised as such.
         self.double = normalizers is not None and normalizers.of_observations is not None
-        self.digits = Digits(self.space, name, self.double)
         #: Observations as the rollout holds them.
         self._stored: Any = (lambda arrays: arrays) if normalizers is None or returns_raw else normalizers.observation
         self.generator_seed = generator_seed
@@ -74,8 +73,6 @@ class Collector(Stateful):
         self.reports_at_once = True
         #: Whether what ``act`` and ``prepare`` return has been checked, at their first calls.
         self.has_acted = self.has_prepared = False
-        #: The fields that ``prepare`` and ``training_step`` get, by the method's name.
-        self.fields: dict[str, list[str]] = {}
 
     @property
     def is_fresh(self) -> bool:
@@ -188,8 +185,6 @@ class Collector(Stateful):
 
     def _observe(self, raw: Any) -> None:
         """Keeps what the environments returned, in the dtypes in which rollouts store it."""
-        if self.digits.looks:
-            self.digits.see(observation_arrays(self.space, raw, double=True))
         self._observation = self._raw = observation_arrays(self.space, raw, self.double)
         if self.normalizers is not None and self.double:
             self.normalizers.see(tree_map(lambda x: x[~self._resets_next], self._raw))
@@ -282,8 +277,6 @@ def prepared_by(
     if is_double(learner):
         inputs = ("observation", "next_observation", "action")
         experience = {**experience, **{name: in_double(experience[name]) for name in inputs if name in experience}}
-    if not collector.has_prepared:
-        collector.fields = {"prepare": list(experience)}
     prepared = learner.prepare(experience)
     if collector.has_prepared:
         return prepared
@@ -293,5 +286,4 @@ def prepared_by(
         rows, layout = tuple(valid.shape), layout if valid.shape == experience["valid"].shape else "[sequences, N]"
     require_rows(prepared, rows, layout)
     collector.has_prepared = True
-    collector.fields["training_step"] = list(prepared)
     return prepared

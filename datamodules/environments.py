@@ -1,7 +1,5 @@
 """The environments of a run: an example that gives the spaces, and those of training and evaluation."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
@@ -43,61 +41,29 @@ class Environments:
         seed: int,
     ) -> None:
         self.env_id = as_vector(env_id)
-        environment_name(self.env_id)  # a mistake is reported at once
+        #: The environment's name in checkpoints and logs.
+        self.name = environment_name(self.env_id)
         # Environments in torch step together in training, and are Gymnasium's in evaluation.
         is_torch = isinstance(env_id, str) and env_id.startswith("torch/")
         self.vectorization_mode = "vector_entry_point" if is_torch else vectorization_mode
+        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
+        self.has_engine = self.vectorization_mode in ("vector_entry_point", "envpool")
         self.autoreset_mode = autoreset_mode
         self.action_masks = action_masks
         self.seed = seed
-        # As given here or assigned later; the settings that evaluation inherits are derived when they are needed.
-        self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
-        self._eval_env_kwargs: Mapping[str, Any] | None = eval_env_kwargs
-        self._eval_wrappers = eval_wrappers
-        # Those of evaluation by their number, and the settings that they were made with.
+        self.env_kwargs, self.wrappers = env_kwargs or {}, wrappers or []
+        #: Settings of evaluation: arguments go over those of training, or replace an engine's.
+        inherited = {} if self.has_engine and eval_env_kwargs is not None else self.env_kwargs
+        self.eval_env_kwargs = {**inherited, **(eval_env_kwargs or {})}
+        self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
+        #: Whether the environments of evaluation are made differently from those of training.
+        self.evaluates_elsewhere = bool(eval_env_kwargs) or eval_wrappers is not None
+        # Those of evaluation by their number.
         self._kept: dict[int, VectorEnv] = {}
-        self._kept_settings: tuple[Any, ...] = ()
         self._example: Any = None
         # The same, with masks as the environment gives them.
         self._made: Any = None
         self._mask_source: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The environment's name in checkpoints and logs; of the one that is assigned last."""
-        return environment_name(self.env_id)
-
-    # ---------------------------------------------------------------- settings that evaluation inherits
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether an engine steps in training, and environments of Gymnasium in evaluation."""
-        return self.vectorization_mode in ("vector_entry_point", "envpool")
-
-    @property
-    def eval_env_kwargs(self) -> Mapping[str, Any]:
-        """Keyword arguments of the environments of evaluation, read-only; assigned ones go over ``env_kwargs``."""
-        given = self._eval_env_kwargs
-        inherited = {} if self.has_engine and given is not None else self.env_kwargs or {}
-        return MappingProxyType({**inherited, **(given or {})})
-
-    @eval_env_kwargs.setter
-    def eval_env_kwargs(self, given: Mapping[str, Any] | None) -> None:
-        self._eval_env_kwargs = given
-
-    @property
-    def eval_wrappers(self) -> Wrappers:
-        """Wrappers of the environments of evaluation; None assigned: those of training."""
-        return self.wrappers if self._eval_wrappers is None else self._eval_wrappers
-
-    @eval_wrappers.setter
-    def eval_wrappers(self, given: Wrappers | None) -> None:
-        self._eval_wrappers = given
-
-    @property
-    def evaluates_elsewhere(self) -> bool:
-        """Whether the environments of evaluation are made differently from those of training."""
-        return bool(self._eval_env_kwargs) or self._eval_wrappers is not None
 
     # ---------------------------------------------------------------- one to look at
 
@@ -144,7 +110,7 @@ class Environments:
         """Makes the environment to look at."""
         settings = (self.env_kwargs, self.wrappers)
         # An engine preprocesses its environments itself, so those of evaluation show the policy's observations.
-        settings = (dict(self.eval_env_kwargs), self.eval_wrappers) if self.has_engine else settings
+        settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
         self._example = make_env(self.env_id, *settings)
         for name in ("observation_space", "action_space"):
             if not isinstance(getattr(self, name, None), gym.Space):
@@ -174,9 +140,6 @@ class Environments:
             if self._made is not self.env_id and not getattr(self._example, "closed", False):
                 self._example.close()
             self._example = self._made = None
-        self._close_kept()
-
-    def _close_kept(self) -> None:
         for envs in self._kept.values():
             if not getattr(envs, "closed", False):
                 envs.close()
@@ -203,12 +166,7 @@ class Environments:
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
-        """Returns the vector of an evaluation; reused until :meth:`close` or changed settings."""
-        settings = (self.env_id, self.env_kwargs, self.wrappers, self._eval_env_kwargs, self._eval_wrappers)
-        # By identity, because arguments may be arrays, whose comparison is not a truth value.
-        if [id(x) for x in settings] != [id(x) for x in self._kept_settings]:
-            self._close_kept()
-            self._kept_settings = settings
+        """Returns the vector of an evaluation; reused until :meth:`close`."""
         if n_envs not in self._kept or getattr(self._kept[n_envs], "closed", False):
             self._kept[n_envs] = self.make_for_evaluation(n_envs)
         return self._kept[n_envs]
@@ -219,13 +177,13 @@ class Environments:
             from datamodules.envs.masks import VectorWithoutMasks
             from datamodules.envs.tensors import AsArrays, returns_tensors
 
-            made = make_env(self.env_id, dict(self.eval_env_kwargs))
+            made = make_env(self.env_id, self.eval_env_kwargs)
             if made is self._made:
                 raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
                                  "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
             made = made if self._mask_source is None else VectorWithoutMasks(made)
             return AsArrays(made) if returns_tensors(made, self.seed) else made
-        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", dict(self.eval_env_kwargs),
+        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs,
                                self.eval_wrappers, self._mask_source)  # fmt: skip
         if self.evaluates_elsewhere:
             self._require_spaces(self._spaces, spaces_of(envs))

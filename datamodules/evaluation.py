@@ -13,7 +13,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.envs.boundary import Boundary, require_finite_evaluation
+from datamodules.envs.boundary import boundary_of, require_finite_evaluation
 from datamodules.envs.episodes import episode_seed
 from datamodules.episode_statistics import successes
 from datamodules.experience import evaluate_on_start
@@ -65,7 +65,7 @@ def run_episodes(
     ``success`` [E] float32, 1 or 0, where one ended with ``is_success``. Episodes are cut after ``max_steps``.
     """
     n_envs, name = envs.num_envs, name or type(envs).__name__
-    boundary = Boundary(envs, name)
+    boundary = boundary_of(envs, name)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     played = np.zeros(n_envs, np.int64)
     total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)

@@ -11,11 +11,11 @@ from torch import Tensor
 from datamodules.base import Batch, ControlDataModule
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.evaluation import count_evaluations
-from datamodules.experience import LazyLoader, available_bytes
+from datamodules.experience import LazyLoader
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.seeding import generator_of
-from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
@@ -123,7 +123,6 @@ class RolloutDataModule(ControlDataModule):
             raise UsageError(f"batch_size=1 makes a minibatch of each of n_envs*n_steps={size} rows, and with "
                              "autoreset_mode=next_step some rows are resets, not transitions; give at least "
                              "batch_size=2")  # fmt: skip
-        self._check_memory(size)
         if wanted.whole_rollouts and (self.n_epochs != 1 or self.batch_size != size):
             raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
                              f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
@@ -154,16 +153,6 @@ class RolloutDataModule(ControlDataModule):
         if size % batch_size:
             raise UsageError(f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
                              f"{_nearest_divisor(size, batch_size)} is the nearest that does")  # fmt: skip
-
-    def _check_memory(self, size: int) -> None:
-        """Raises for a rollout that memory can't hold: observations and their successors, as they are stored."""
-        if not self.environments.is_open:
-            return
-        needed = 2 * size * sum(leaf.nbytes for leaf in tree_leaves(example_arrays(self.observation_space)))
-        if needed > (free := available_bytes()):
-            raise UsageError(f"a rollout of n_steps={self.n_steps} in n_envs={self.n_envs} environments takes "
-                             f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give smaller "
-                             "n_steps or n_envs")  # fmt: skip
 
     @property
     def transitions_per_epoch(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from datamodules.collector import Collector
 from datamodules.envs.boundary import require_finite
+from datamodules.envs.foreign import ForeignBoundary
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from datamodules.normalization import Normalizers
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
@@ -20,6 +21,8 @@ from rl_modules.core.state import Stateful
 
 class TensorCollector(Collector):
     """Collects rollouts from environments of torch tensors; numbers go to the host once per rollout."""
+
+    boundary: ForeignBoundary
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""
@@ -76,8 +79,6 @@ class TensorCollector(Collector):
         self._remember(reward, done, valid, infos)
         self._require_finite(observations, successors, reward)
         reward = reward.sign() if self.sign_reward else normalizers.reward(reward, done, valid)
-        if self.digits.looks:
-            self.digits.see(tree_map(lambda x: x[:-1].flatten(0, 1).cpu().numpy(), observations))
         normalizers.update(tree_map(lambda x: x[:-1], observations), valid)
         observations, successors = normalizers.observation(observations), normalizers.observation(successors)
         rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}

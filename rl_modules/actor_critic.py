@@ -99,20 +99,16 @@ class ActorCriticModule(ControlModule):
     # ---------------------------------------------------------------- over ranks
 
     def whiten(self, x: Tensor) -> Tensor:
-        """``(x - mean) / (std + 1e-8)`` over all ranks, which call it together, [B]; kept for the same tensor."""
-        if self.run.n_ranks == 1 and len(x) < 2:
-            return x
-        known, whitened = self.run.whitened or (None, x)
-        if known is not x:
-            if self.run.n_ranks == 1:
-                std, mean = torch.std_mean(x)
-            else:
-                from rl_modules import ranks  # only several ranks need it
+        """``(x - mean) / (std + 1e-8)`` over all ranks, which call it together, [B]."""
+        if self.run.n_ranks == 1:
+            if len(x) < 2:
+                return x
+            std, mean = torch.std_mean(x)
+        else:
+            from rl_modules import ranks  # only several ranks need it
 
-                std, mean = ranks.std_mean(x)
-            whitened = (x - mean) / (std + 1e-8)
-            self.run.whitened = x, whitened
-        return whitened
+            std, mean = ranks.std_mean(x)
+        return (x - mean) / (std + 1e-8)
 
     def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
         """Records how much of the returns' variance the critic explained before the update; arguments [T, N]."""

@@ -41,8 +41,6 @@ class ControlRun(Run):
     ended_at: int = persistent(0)
     #: Matrices of state-dependent noise for the rollout that is being collected.
     noise_matrices: Any = transient()
-    #: The last advantages of a minibatch, and what whitening made of them.
-    whitened: tuple[Tensor, Tensor] | None = transient()
     #: Source of the samples of ``predict``.
     predict_generator: torch.Generator | None = transient()
     #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.

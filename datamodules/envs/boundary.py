@@ -1,4 +1,4 @@
-"""What environments return, checked once where it enters: shapes, dtypes, numbers, names of infos, and errors."""
+"""What environments return, checked once where it enters: shapes, dtypes, numbers and errors."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,18 +6,14 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import is_image, tree_leaves
+from rl_modules.common.spaces import tree_leaves
 
 #: Infos that Gymnasium's vectors add to those of their environments where an episode ended.
 ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))
-#: Observations after which mean and deviation are compared, and |mean| ÷ deviation from which a deviation has fewer
-#: than eight steps of float32 (24 bits).
-SEEN, LARGEST = 1000, 2.0**20
 #: From an observation to what is wrong with it; None: nothing.
 Misfit = Callable[[Any], str | None]
 
@@ -106,107 +102,51 @@ def has_episodes(envs: VectorEnv) -> bool:
 
 
 class Boundary:
-    """Resets and steps a vector; an error in it, or what does not fit its spaces, is one sentence."""
+    """Resets and steps a vector of :class:`~datamodules.envs.episodes.SeededEpisodes`, which check what they return."""
+
+    #: Whether the vector consists of single environments that know their episodes.
+    has_episodes = True
 
     def __init__(self, envs: VectorEnv, name: str) -> None:
         self.envs, self.name, self.space = envs, name, envs.single_observation_space
         self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        #: Whether it consists of single environments that know their episodes.
-        self.has_episodes = has_episodes(envs)
-        self._misfit, self._misfit_of_batch = misfit(self.space), misfit(self.space, (envs.num_envs,))
-        # Whether an episode has ended in a step in which the vector reset.
-        self._has_ended = False
 
     def reset(self, **arguments: Any) -> Any:
         """Returns the observations after a reset of the vector."""
+        return self.reset_with_infos(**arguments)[0]
+
+    def reset_with_infos(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         try:
-            observation, info = self.envs.reset(**arguments)
+            return self.envs.reset(**arguments)
         except (Exception, SystemExit) as error:
             from datamodules.envs.failures import raise_in_one_sentence
 
             raise_in_one_sentence(self.envs, self.name, error)
-        if not self.has_episodes:
-            self._require(self._misfit_of_batch(observation))
-            merges = isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-            if merges and self.mode == AutoresetMode.SAME_STEP and (taken := sorted(ADDED.intersection(info))):
-                raise UsageError(f"the environments of {self.name} return {', '.join(taken)} in the infos of a reset, "
-                                 "where Gymnasium puts those of an episode's end; call them otherwise")  # fmt: skip
-        return observation
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Returns what a step returned; Gymnasium's own infos are there only where the vector resets in it."""
         try:
-            returned: Any = self.envs.step(action)
+            return self.envs.step(action)
         except (Exception, SystemExit) as error:
             from datamodules.envs.failures import raise_in_one_sentence
 
             raise_in_one_sentence(self.envs, self.name, error)
-        if self.has_episodes:
-            return returned
-        if not isinstance(returned, tuple) or len(returned) != 5 or not isinstance(returned[4], dict):
-            raise UsageError(f"step of {self.name} must return observations, rewards, terminated, truncated and a "
-                             f"dictionary of infos, not {str(returned)[:80]}")  # fmt: skip
-        observation, *rows, info = returned
-        self._require(self._misfit_of_batch(observation))
-        rows = [self._row(*pair) for pair in zip(("reward", "terminated", "truncated"), rows, strict=True)]
-        if self.mode != AutoresetMode.SAME_STEP:
-            info = without(ADDED, info)  # an environment's own
-        return observation, *rows, info
 
     def finals(self, done: np.ndarray, observation: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """Returns environment and final observation of each ended episode, of a vector without steps for resets."""
-        final = observation
-        if self.mode == AutoresetMode.SAME_STEP:
-            final = self.final(info)
-            if not self._has_ended:
-                self._has_ended = True
-                self._require_own_memory(final, done)
+        final = info["final_obs"] if self.mode == AutoresetMode.SAME_STEP else observation
         if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
             final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
-        ended = [(int(i), final[i]) for i in np.flatnonzero(done)]
-        if not self.has_episodes:
-            for _, one in ended:
-                self._require(self._misfit(one))
-        return ended
+        return [(int(i), final[i]) for i in np.flatnonzero(done)]
 
-    def final(self, info: dict[str, Any], batched: bool = False) -> Any:
-        """Returns the final observations of a step in which the vector reset; ``batched``: checked as a batch."""
-        if info.get("final_obs") is None:
-            raise UsageError(f"the environment {self.name} resets in the step in which an episode ends, and its infos "
-                             "have no final_obs; put the batch of final observations there, or reset in the next step "
-                             "and say so in metadata['autoreset_mode']")  # fmt: skip
-        if batched:
-            self._require(self._misfit_of_batch(info["final_obs"]))
-        return info["final_obs"]
 
-    def _require(self, wrong: str | None) -> None:
-        if wrong:
-            raise UsageError(f"the environment {self.name} returned {wrong}; make them agree")
+def boundary_of(envs: VectorEnv, name: str) -> Boundary:
+    """Returns what resets and steps a vector."""
+    if has_episodes(envs):
+        return Boundary(envs, name)
+    from datamodules.envs.foreign import ForeignBoundary
 
-    def _row(self, what: str, value: Any) -> Any:
-        """One real number of each environment, as an array or a tensor."""
-        row = value if isinstance(value, Tensor) else np.asarray(value)
-        is_real = not row.is_complex() if isinstance(row, Tensor) else row.dtype.kind in "biuf"
-        if row.shape != (self.envs.num_envs,) or not is_real:
-            kind = "numbers" if what == "reward" else "truth values"
-            raise UsageError(f"the environment {self.name} returned {what} of shape {tuple(row.shape)} and dtype "
-                             f"{row.dtype}; it must be {self.envs.num_envs} {kind}")  # fmt: skip
-        return row
-
-    def _require_own_memory(self, final: Any, done: np.ndarray) -> None:
-        """Refuses final observations that a reset has written over, which SyncVectorEnv does not copy."""
-        inner = self.envs.unwrapped
-        if not isinstance(inner, SyncVectorEnv) or not isinstance(final, np.ndarray) or final.dtype != object:
-            return
-        after_reset = getattr(inner, "_env_obs", [None] * len(final))
-        for i in np.flatnonzero(done):
-            pairs = zip(tree_leaves(final[i]), tree_leaves(after_reset[i]), strict=False)
-            shared = [np.shares_memory(*p) for p in pairs if all(isinstance(x, np.ndarray) and x.size for x in p)]
-            if shared and all(shared):
-                raise UsageError(f"the environment {self.name} returns the same array in every step, which "
-                                 "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
-                                 "observation after the reset; return a copy (state.copy()), or give it "
-                                 "AutoresetMode.NEXT_STEP")  # fmt: skip
+    return ForeignBoundary(envs, name)
 
 
 # ---------------------------------------------------------------- numbers
@@ -238,43 +178,3 @@ def require_finite_evaluation(name: str, what: str, values: Any) -> None:
         i = np.argwhere(~np.isfinite(array))[0, 0]
         raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
                          "evaluation has no result, and earlier checkpoints are untouched")  # fmt: skip
-
-
-class Digits:
-    """Warns once where float32 can't tell a run's first observations apart, unless they are normalised in float64."""
-
-    def __init__(self, space: spaces.Space, name: str, in_double: bool) -> None:
-        self.name, self.seen = name, 0
-        kinds = [isinstance(x, spaces.Box) and x.dtype.kind == "f" and not is_image(x)
-                 and not (in_double and x.dtype == np.float64) for x in _parts(space)]  # fmt: skip
-        # A first observation, and sums of the differences from it and of their squares, of each part.
-        self._sums: dict[int, Any] = {i: None for i, is_real in enumerate(kinds) if is_real}
-        self.looks = bool(self._sums)
-
-    def see(self, observation: Any) -> None:
-        """Adds a batch, [B, *obs] in the dtypes of the environment."""
-        leaves = tree_leaves(observation)
-        self.seen += len(leaves[0])
-        for i, sums in self._sums.items():
-            x = leaves[i].astype(np.float64)
-            first, total, squares = sums or (x[0], 0.0, 0.0)
-            self._sums[i] = first, total + (x - first).sum(0), squares + ((x - first) ** 2).sum(0)
-        if self.seen < SEEN:
-            return
-        self.looks = False
-        for first, total, squares in self._sums.values():
-            mean = np.atleast_1d(first + total / self.seen)
-            deviation = np.atleast_1d(np.sqrt(np.maximum(squares / self.seen - (total / self.seen) ** 2, 0.0)))
-            if (lost := (deviation > 0) & (np.abs(mean) > LARGEST * deviation)).any():
-                at = tuple(np.argwhere(lost)[0])
-                rank_zero_warn(f"observations of {self.name} vary by {deviation[at]:.2g} around {mean[at]:.7g}, which "
-                               "float32 can't tell apart: return them in float64 in an observation_space of float64 "
-                               "and set norm_obs=True, or subtract a constant in the environment")  # fmt: skip
-                return
-
-
-def _parts(space: spaces.Space) -> list[spaces.Space]:
-    """The spaces of an observation's leaves, in order."""
-    if isinstance(space, spaces.Dict):
-        return [leaf for part in space.values() for leaf in _parts(part)]
-    return [leaf for part in space for leaf in _parts(part)] if isinstance(space, spaces.Tuple) else [space]

@@ -85,13 +85,14 @@ def record_episodes(
 def environment_to_film(data: ControlDataModule) -> Any:
     """Makes an environment of evaluation that renders frames."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
+    run = data.environments
     try:
-        env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
+        env = make_env(run.env_id, {**run.eval_env_kwargs, "render_mode": "rgb_array"}, run.eval_wrappers)
     except UsageError as error:
         if "unexpected keyword argument 'render_mode'" not in str(error):
             raise
         # A callable may choose the mode itself.
-        env = make_env(data.env_id, dict(data.eval_env_kwargs), data.eval_wrappers)
+        env = make_env(run.env_id, run.eval_env_kwargs, run.eval_wrappers)
         if env.render_mode is None:
             raise UsageError(f"recording makes the environment {data.env_name} with render_mode='rgb_array', which it "
                              "does not take; give it this argument, and have its render return frames"

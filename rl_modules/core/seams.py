@@ -1,7 +1,5 @@
 """Checks of what foreign objects are and return, each where it enters: datamodules, batches, ``act``, ``prepare``."""
 
-import traceback
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -101,15 +99,6 @@ def require_rows(prepared: Any, rows: tuple[int, ...], layout: str) -> None:
             if not isinstance(leaf, Tensor) or leaf.shape[: len(rows)] != rows:
                 raise UsageError(f"prepare returned {name} as {_brief(leaf)}; it must be a tensor whose shape begins "
                                  f"with {layout} = {rows}")  # fmt: skip
-
-
-def name_missing_field(error: BaseException, fields: Mapping[str, list[str]]) -> None:
-    """Makes a KeyError from ``prepare`` or ``training_step`` list the ``fields`` that were there."""
-    called = {place.name for place in traceback.extract_tb(error.__traceback__)} if isinstance(error, KeyError) else ()
-    for step, given in fields.items():
-        if step in called and isinstance(error.args[0], str) and error.args[0] not in given:
-            error.args = (f"{step} reads the field {error.args[0]!r}, which its batch lacks; the fields are "
-                          f"{', '.join(given)}",)  # fmt: skip
 
 
 def _brief(value: Any) -> str:

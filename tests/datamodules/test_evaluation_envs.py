@@ -4,7 +4,6 @@ import inspect
 import os
 
 import gymnasium as gym
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -41,12 +40,6 @@ def test_evaluation_has_its_own_arguments_and_wrappers():
         assert data.metrics()["rollout/ep_len_mean"] == 7
         assert trainer.callback_metrics["eval/mean_ep_length"] == expected
         assert lengths(trainer, model, data) == expected
-
-
-def test_env_kwargs_stay_where_eval_env_kwargs_say_nothing():
-    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4, "g": 1.0}, eval_env_kwargs={"g": 2.0})
-    assert data.eval_env_kwargs == {"max_episode_steps": 4, "g": 2.0}
-    assert data.env_kwargs == {"max_episode_steps": 4, "g": 1.0}
 
 
 @pytest.mark.long
@@ -287,40 +280,13 @@ def test_an_environment_assigned_between_two_fits_is_named_in_checkpoints(tmp_pa
     assert again.is_complete
 
 
-def test_assigned_arguments_of_evaluation_go_over_those_of_training():
-    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4, "g": 1.0})
-    data.eval_env_kwargs = {"g": 2.0}
-    assert data.eval_env_kwargs == {"max_episode_steps": 4, "g": 2.0}
-    data.env_kwargs = {"max_episode_steps": 6, "g": 1.0}
-    assert data.eval_env_kwargs == {"max_episode_steps": 6, "g": 2.0}
-    data.vectorization_mode = "vector_entry_point"  # an engine's arguments are its own
-    assert data.eval_env_kwargs == {"g": 2.0}
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        data.eval_env_kwargs["g"] = 3.0  # would be forgotten
-
-
-def test_kept_environments_of_other_settings_are_made_anew():
-    data = RolloutDataModule("Pendulum-v1", n_envs=1)
-    data.setup("test")
-    first = data.environments.for_evaluation(1)
-    assert data.environments.for_evaluation(1) is first
-    data.eval_env_kwargs = {"max_episode_steps": 3}
-    second = data.environments.for_evaluation(1)
-    assert first.closed and second.envs[0].spec.max_episode_steps == 3
-    data.teardown("test")
-
-
-def test_an_assignment_that_training_s_environments_do_not_follow_is_named():
-    class Curriculum(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            trainer.datamodule.env_kwargs = {"max_episode_steps": 5}
-            trainer.datamodule.eval_env_kwargs = {"max_episode_steps": 6}
-
-    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4}, eval_freq=0, **SMALL)
-    with pytest.warns(UserWarning, match="env_kwargs=.*5.* holds from the next evaluation and the next fit") as said:
-        fit(PPO(), data, callbacks=[Curriculum()])
-    assert data.metrics()["rollout/ep_len_mean"] == 4
-    assert not any("eval_env_kwargs" in str(warning.message) for warning in said)
+def test_arguments_of_evaluation_go_over_those_of_training():
+    given = {"env_kwargs": {"max_episode_steps": 4, "g": 1.0}, "eval_env_kwargs": {"g": 2.0}}
+    data = RolloutDataModule("Pendulum-v1", **given)
+    assert data.environments.eval_env_kwargs == {"max_episode_steps": 4, "g": 2.0}
+    assert data.env_kwargs == {"max_episode_steps": 4, "g": 1.0}
+    data = RolloutDataModule("Pendulum-v1", vectorization_mode="vector_entry_point", **given)
+    assert data.environments.eval_env_kwargs == {"g": 2.0}  # an engine's arguments are its own
 
 
 def saved_with(path, **settings):

@@ -147,21 +147,3 @@ def test_resumes_exactly(model: Any, data: Any, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- the warning
-
-
-@pytest.mark.parametrize(("arguments", "norm_obs", "warns"), [
-    ({}, False, True),  # as float32 they are 5 places
-    ({}, True, False),
-    ({"first": 5.4e9}, False, True),  # 1 place
-    ({"dtype": "float32"}, True, True),  # the environment has lost them
-    ({"dtype": "float32", "first": 100.0}, False, False),
-    ({"first": 100.0}, False, False),
-])  # fmt: skip
-def test_what_float32_can_not_tell_apart_is_said_once(
-    arguments: dict[str, Any], norm_obs: bool, warns: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    data = far(RolloutDataModule, env_kwargs=arguments, norm_obs=norm_obs, n_envs=16, total_timesteps=1280)
-    fit(PPO(net_arch=[8]), data)
-    said = [str(w.message) for w in recwarn if "float32 can't tell apart" in str(w.message)]
-    assert len(said) == warns
-    assert not warns or "Far vary by 0.5" in said[0]

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from datamodules.buffers import ReplayBuffer, replay_bytes
-from datamodules.experience import available_bytes
+from datamodules.buffers import ReplayBuffer, available_bytes, replay_bytes
 from datamodules.normalization import RewardNormalizer
 from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
 from rl_modules import DQN, PPO, SAC

@@ -704,29 +704,3 @@ def test_a_part_that_the_critics_loss_reads_is_trained(base):
     assert abs(model.predictor(torch.ones(1)) - 3 + model.frozen(torch.ones(1))).item() < 0.5
     for name in ("idle", "frozen"):
         assert torch.equal(getattr(model, name).weight, getattr(start, name).weight), name
-
-
-class MissesField(PPO):
-    def policy_loss(self, log_prob, batch):
-        return batch["advantages"].mean()
-
-
-class MissesStored(PPO):
-    def prepare(self, rollout):
-        return {**super().prepare(rollout), "weight": rollout["log_probs"]}
-
-
-class MissesOther(PPO):
-    def policy_loss(self, log_prob, batch):
-        return {"mine": 1}["advantage"]
-
-
-def test_a_batch_that_lacks_a_field_answers_with_its_fields():
-    with pytest.raises(
-        KeyError, match="training_step reads the field 'advantages', .* the fields are observation, act"
-    ):
-        fit(MissesField(), rollouts("CartPole-v1"), max_epochs=1)
-    with pytest.raises(KeyError, match="prepare reads the field 'log_probs', .*the fields are action, log_prob, value"):
-        fit(MissesStored(), rollouts("CartPole-v1"), max_epochs=1)
-    with pytest.raises(KeyError, match="^'advantage'$"):
-        fit(MissesOther(), rollouts("CartPole-v1"), max_epochs=1)
