@@ -21,7 +21,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import setting, warn_of_idle
-from rl_modules.core.state import forget_state, state_of
+from rl_modules.core.state import forget_state, persistent
 
 Batch = dict[str, Any]
 
@@ -104,6 +104,10 @@ class ControlDataModule(Experience):
         least=1)  # fmt: skip
     stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
 
+    #: Transitions so far, over all environments and ranks.
+    num_timesteps: int = persistent(0)
+    _collector: Collector | None = persistent()
+
     def __post_init__(self) -> None:
         hp: Any = self.hparams
         if chosen := chosen_by_checkpoint(self):
@@ -117,10 +121,8 @@ class ControlDataModule(Experience):
             self.n_envs = self.env_id.num_envs
         if self.sign_reward and self.norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
-        self.num_timesteps = 0
         # Settings as :meth:`resolve` left them.
         self._resolved: dict[str, Any] = {}
-        self._collector: Collector | None = None
         self._started_s = time.monotonic()
         self._started_at = 0
 
@@ -138,10 +140,9 @@ class ControlDataModule(Experience):
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
             warn_of_idle(self, self.idle_arguments())
-            self._collector = make_collector(self)
-            self.num_timesteps = self._started_at = 0
-            self._started_s = time.monotonic()
             forget_state(self)
+            self._collector = make_collector(self)
+            self._started_at, self._started_s = 0, time.monotonic()
             self.begin_run()
             schedule_evaluations(self)
 
@@ -346,41 +347,31 @@ class ControlDataModule(Experience):
 
     # ---------------------------------------------------------------- state
 
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """The settings that decide what a position in an epoch is."""
+        raise NotImplementedError
+
     def rank_state(self) -> dict[str, Any]:
-        """Returns this rank's part of the checkpoint; a subclass adds its storage."""
-        return {**state_of(self), "collector": self.collector.state_dict()}
+        """Returns this rank's part of the checkpoint; a subclass completes what is under way, and adds its storage."""
+        from datamodules.resume import rank_state
+
+        return rank_state(self)
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state` returned."""
-        from rl_modules.core.restore import load_state
+        from rl_modules.core.checkpoint import load_state
 
-        device = self.learner_trainer.strategy.root_device
-        # Replayed experience, and the generator of its actions, are on the CPU.
-        self.collector.load_state_dict(state["collector"], "cpu" if self.kind == "replay" else device)
-        load_state(self, state, device)
+        load_state(self, state, self.learner_trainer.strategy.root_device)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of every rank, which a run needs to resume exactly."""
-        if self._collector is None:
-            return {}
-        from rl_modules.ranks import gather_ranks
+        from datamodules.resume import state_of_run
 
-        ranks = gather_ranks(self.rank_state(), self._rank, self._world_size)
-        return {"num_timesteps": self.num_timesteps, "n_envs": self.n_envs, "ranks": ranks}
+        return {} if self._collector is None else state_of_run(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._collector is None:
-            # `validate`, `test` and `predict` play separate episodes.
-            return
-        if "n_envs" not in state_dict:
-            raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
-                             "a new run from its weights")  # fmt: skip
-        from rl_modules.ranks import state_of_rank
+        from datamodules.resume import resume_run
 
-        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
-        if (saved := state_dict["n_envs"]) != self.n_envs:
-            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")
-        self.num_timesteps = self._started_at = state_dict["num_timesteps"]
-        self.load_rank_state(own)
-        if self.is_complete:
-            self.learner_trainer.should_stop = True
+        if self._collector is not None:  # `validate`, `test` and `predict` play separate episodes
+            resume_run(self, state_dict)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
-from rl_modules.core.restore import like
+from rl_modules.core.checkpoint import like
 from rl_modules.core.state import Stateful
 
 log = logging.getLogger(__name__)

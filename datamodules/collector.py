@@ -212,6 +212,7 @@ class Collector(Stateful):
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Restores everything; running episodes are repeated, and ``begun_anew`` marks those that could not be."""
         self.begun_anew[:] = False
+        device = "cpu" if self.returns_raw else device  # replayed experience, and the generator of its actions
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
         if self._observation is not None:

@@ -426,10 +426,8 @@ class ReplayDataModule(ControlDataModule):
         return {
             **super().rank_state(),
             "exploration": getattr(self.learner, "exploration_state", dict)() if self.has_learner else {},
-            "layout": self._layout,
             "replay": self.replay.state_dict(),
             "sampler": self.sampler.state_dict(),
-            "preparation": preparation(self.learner) if self.has_learner else {},
         }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:

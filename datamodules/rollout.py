@@ -10,7 +10,6 @@ from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
 from datamodules.collector import prepared_by, rollout_act
-from datamodules.evaluation import count_evaluations
 from datamodules.experience import LazyLoader
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode
@@ -286,38 +285,18 @@ class RolloutDataModule(ControlDataModule):
         return {**layout, "graph": True} if self._is_recorded else layout
 
     def rank_state(self) -> dict[str, Any]:
-        """Returns the state of the collector and the partly used rollout."""
-        from rl_modules.checkpoints import preparation
-
         if self._ahead is not None:  # it steps the environments, which are asked for their episodes
             self._finish_ahead()
         if self._recorded is not None:
             self._recorded.read_episodes()
-        prepared = preparation(self.learner) if self.has_learner else {}
-        state = {**super().rank_state(), "layout": self._layout, "preparation": prepared}
+        state = super().rank_state()
         return {**state, "fields": None, "order": None} if self.rollout_is_used_up else state
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`rank_state`."""
-        from rl_modules.checkpoints import preparation, resumed_position
+        from datamodules.resume import resume_rollout
 
         super().load_rank_state(state)
-        saved, is_ahead = state["layout"], self._next is not None
-        if self.hparams["rollouts_per_epoch"] is None and self._position % saved["length"]:
-            # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
-            # began.
-            self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
-            count_evaluations(self, again=True)
-        # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
-        begun = is_ahead and saved["n_steps"] != self.n_steps
-        self._position = resumed_position(self._position, saved, self._layout, begun)
-        half_used = self.has_learner and (self._fields is not None or is_ahead)
-        here = preparation(self.learner) if half_used else {}
-        for name, value in here.items():
-            if state["preparation"].get(name, value) != value:
-                raise UsageError(f"{name}={value!r} (it has {state['preparation'][name]!r}): the checkpoint is from "
-                                 "the middle of an epoch, and its rollout was prepared for the old setting; resume "
-                                 "with that, or from a finished run")  # fmt: skip
+        resume_rollout(self, state)
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

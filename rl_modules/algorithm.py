@@ -6,20 +6,11 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame, is_cut_off
 from rl_modules.core.settings import Declared
-from rl_modules.core.state import (
-    GlobalGenerators,
-    Stateful,
-    declared,
-    forget_state,
-    persistent,
-    state_of,
-    transient,
-)
+from rl_modules.core.state import GlobalGenerators, Stateful, declared, forget_state, persistent, transient
 
 #: Key of the checkpoint in the state dict that a rank returns to the process that started it.
 CHECKPOINT = "checkpoint_of_rank"
@@ -82,7 +73,9 @@ class Algorithm(Declared, L.LightningModule):
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         """Returns the gradients of an unfinished optimizer step by parameter, on the CPU; empty between steps."""
-        return {}
+        from rl_modules.core.resume import accumulated_gradients
+
+        return {name: gradient.cpu().clone() for name, gradient in accumulated_gradients(self).items()}
 
     # ---------------------------------------------------------------- parts of hooks
 
@@ -92,38 +85,14 @@ class Algorithm(Declared, L.LightningModule):
         trainer.callbacks = [*trainer.callbacks, Parts(self)]
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.common.checkpoint_file import make_loadable
-        from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
-        from rl_modules.ranks import of_other_ranks
+        from rl_modules.core.checkpoint import save_run  # as all that only checkpoints need
 
-        keep_earlier_checkpoint(self._trainer, self.run.has_begun)
-        make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
-        checkpoint["algorithm"] = type(self).__name__
-        if self.is_fitting and self.is_cut_off:
-            reopen_epoch(self.trainer, checkpoint)
-        is_whole = self.is_fitting
-        own: dict[str, Any] = {"run": state_of(self, is_whole) | state_of(self.run, is_whole),
-                               "generators": self.run.generators.state(self.device)}  # fmt: skip
-        checkpoint["gradients"] = self.gradients_so_far()
-        if self.stores_own_gradients:
-            own["gradients"] = checkpoint["gradients"]
-        # Lightning saves what the first rank has.
-        checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
+        save_run(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.common.checkpoint_file import widen
-        from rl_modules.core.restore import load_state
-        from rl_modules.ranks import of_this_rank
+        from rl_modules.core.checkpoint import load_run
 
-        widen(self, checkpoint.get("state_dict", {}))
-        own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
-        for state in (self, self.run):
-            load_state(state, own.get("run", {}), settings=settings_of(checkpoint))
-        self.run.generators.load(own.get("generators"))
-        self.run.gradients = (own if self.stores_own_gradients else checkpoint).get("gradients", {})
-        if self.is_fitting:
-            self.run.resumes = True
-            self.trainer.num_sanity_val_steps = 0  # from an epoch's end Lightning would evaluate again
+        load_run(self, checkpoint)
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         saved, here = checkpoint.get("algorithm"), type(self).__name__

@@ -16,7 +16,6 @@ from rl_modules.common.arguments import (
     Custom,
     chosen_by_checkpoint,
     require_callable,
-    settings_of,
     to_plain,
 )
 from rl_modules.common.arguments import build as made_by
@@ -30,7 +29,7 @@ from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
-from rl_modules.fast.adam import adam, class_names, clip_grad_norm
+from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.run import (
     ControlLoop,
     ControlRun,
@@ -443,43 +442,15 @@ class ControlModule(Algorithm):
         """Returns what Python branches of the update depend on besides settings: each value has its own recording."""
         return (self.run.logs_this_epoch,)
 
-    def gradients_so_far(self) -> dict[str, Tensor]:
-        if not (self.is_fitting and self.automatic_optimization):
-            return {}
-        from rl_modules.core.resume import accumulated_gradients
-
-        found = accumulated_gradients(self)
-        return {name: gradient.cpu().clone() for name, gradient in found.items()}
-
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.is_fitting:
-            # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
-            self.finish_rollout()
-        from rl_modules.checkpoints import factory_names, statistics_to_tensors
+        from rl_modules.checkpoints import save
 
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["factories"] = factory_names(self)
-        checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
-        checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
-        checkpoint["normalizer_state"] = self.normalizer_state
-        checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
+        save(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.checkpoints import load_statistics, missing_factories, require_resumable
+        from rl_modules.checkpoints import load
 
-        self._require_own(checkpoint)
-        if self._trainer is not None:
-            require_resumable(self, checkpoint)
-        load_statistics(self, checkpoint)
-        if not self.is_built:
-            self.configure_model()
-        super()._on_load_checkpoint(checkpoint)
-        if self._trainer is None or self.is_fitting:
-            self.run.missing_factories = missing_factories(self, checkpoint)
-        if self.is_fitting:
-            # In the optimizers' state; absent where a subclass sets it by itself.
-            self.run.rate_applied = settings_of(checkpoint).get("learning_rate", self.run.rate_applied)
-            self.run.optimizers_saved = checkpoint.get("optimizer_classes")
+        load(self, checkpoint)
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the weights that ``init_from`` loads; an algorithm omits those that a new argument replaces."""

@@ -12,7 +12,38 @@ from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict, tree_map
 from rl_modules.contract import Statistics
+from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.fast.adam import class_names
+
+
+def save(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Adds what a control algorithm needs to resume to Lightning's checkpoint."""
+    if module.is_fitting:
+        # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
+        module.finish_rollout()
+    save_run(module, checkpoint)
+    checkpoint["factories"] = factory_names(module)
+    checkpoint["env_id"] = getattr(getattr(module._trainer, "datamodule", None), "env_name", None)
+    checkpoint["observation_statistics"] = statistics_to_tensors(module.observation_statistics)
+    checkpoint["normalizer_state"] = module.normalizer_state
+    checkpoint["optimizer_classes"] = class_names(module.trainer.optimizers) if module.is_fitting else None
+
+
+def load(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Restores what :func:`save` added; refuses a checkpoint of another run."""
+    module._require_own(checkpoint)
+    if module._trainer is not None:
+        require_resumable(module, checkpoint)
+    load_statistics(module, checkpoint)
+    if not module.is_built:
+        module.configure_model()
+    load_run(module, checkpoint)
+    if module._trainer is None or module.is_fitting:
+        module.run.missing_factories = missing_factories(module, checkpoint)
+    if module.is_fitting:
+        # In the optimizers' state; absent where a subclass sets it by itself.
+        module.run.rate_applied = settings_of(checkpoint).get("learning_rate", module.run.rate_applied)
+        module.run.optimizers_saved = checkpoint.get("optimizer_classes")
 
 
 def require_resumable(module: Any, checkpoint: dict[str, Any]) -> None:

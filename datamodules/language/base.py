@@ -451,7 +451,7 @@ class LanguageDataModule(LanguageArguments):
         from rl_modules.ranks import state_of_rank
 
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
-        from rl_modules.core.restore import load_state  # only a run that resumes needs it
+        from rl_modules.core.checkpoint import load_state  # only a run that resumes needs it
 
         load_state(self, own, self.learner_trainer.strategy.root_device)
         self._position = self._resumed(own["position"], own["layout"])

@@ -56,8 +56,10 @@ def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
 
 def accumulated_gradients(module: Any) -> dict[str, Tensor]:
     """Returns the gradients of an unfinished optimizer step by parameter, which Lightning's checkpoints lack."""
-    trainer = module.trainer
-    if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
+    if not module.is_fitting:
+        return {}
+    batches = module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if batches % module.trainer.accumulate_grad_batches == 0:
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 

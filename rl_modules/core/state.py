@@ -68,7 +68,7 @@ class Stateful:
         return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
-        from rl_modules.core.restore import load_state  # only a run that resumes needs it
+        from rl_modules.core.checkpoint import load_state  # only a run that resumes needs it
 
         load_state(self, state, device)
 

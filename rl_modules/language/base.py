@@ -442,7 +442,7 @@ class LanguageModule(LanguageMetrics):
     def gradients_so_far(self) -> dict[str, Tensor]:
         from rl_modules.core.resume import accumulated_gradients
 
-        gradients = accumulated_gradients(self) if self.is_fitting else {}
+        gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
             from rl_modules.language.sharding import whole
 

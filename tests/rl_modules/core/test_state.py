@@ -12,7 +12,7 @@ import torch
 from datamodules import RolloutDataModule
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
-from rl_modules.core.restore import load_state
+from rl_modules.core.checkpoint import load_state
 from rl_modules.core.state import Stateful, forget_state, persistent, state_of, transient
 from tests.training import fit
 

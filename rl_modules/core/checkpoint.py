@@ -1,4 +1,4 @@
-"""Declared state from a checkpoint: the inverse of :func:`rl_modules.core.state.state_of`."""
+"""What a checkpoint holds of a run, written and read: the declared state of its algorithm and its ranks."""
 
 from collections import deque
 from typing import Any
@@ -7,8 +7,45 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.core.state import ARRAY, GENERATOR, Stateful, declared
+from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
+from rl_modules.core.state import ARRAY, GENERATOR, Stateful, declared, state_of
+from rl_modules.ranks import of_other_ranks, of_this_rank
+
+
+def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Adds what a run needs to resume to Lightning's checkpoint."""
+    trainer, is_whole = module._trainer, module.is_fitting
+    keep_earlier_checkpoint(trainer, module.run.has_begun)
+    make_loadable(checkpoint, module, getattr(trainer, "datamodule", None))
+    checkpoint["algorithm"] = type(module).__name__
+    if is_whole and module.is_cut_off:
+        reopen_epoch(trainer, checkpoint)
+    own: dict[str, Any] = {"run": state_of(module, is_whole) | state_of(module.run, is_whole),
+                           "generators": module.run.generators.state(module.device)}  # fmt: skip
+    checkpoint["gradients"] = module.gradients_so_far()
+    if module.stores_own_gradients:
+        own["gradients"] = checkpoint["gradients"]
+    # Lightning saves what the first rank has.
+    checkpoint.update(own, other_ranks=of_other_ranks(own, trainer))
+
+
+def load_run(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Restores what :func:`save_run` added."""
+    widen(module, checkpoint.get("state_dict", {}))
+    own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), module._trainer)
+    for state in (module, module.run):
+        load_state(state, own.get("run", {}), settings=settings_of(checkpoint))
+    module.run.generators.load(own.get("generators"))
+    module.run.gradients = (own if module.stores_own_gradients else checkpoint).get("gradients", {})
+    if module.is_fitting:
+        module.run.resumes = True
+        module.trainer.num_sanity_val_steps = 0  # from an epoch's end Lightning would evaluate again
+
+
+# ---------------------------------------------------------------- declared state
 
 
 def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:
