@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules.envs.episodes import SeededEpisodes
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size, split_space
 
 AUTORESET = {
@@ -64,8 +63,10 @@ def make_env(
     if isinstance(env, VectorEnv) and wrappers:
         raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
                          "brings its own")  # fmt: skip
-    for wrapper in wrappers:
-        env = _wrap(env, wrapper)
+    if wrappers:
+        from datamodules.envs.imported import wrap
+
+        env = functools.reduce(wrap, wrappers, env)
     if masks is None:
         return env
     from datamodules.envs.masks import with_source  # most environments have none
@@ -107,7 +108,11 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     name = environment_name(env_id)
     if isinstance(env_id, VectorEnv):
         return env_id
-    factory = _callable_of(env_id)
+    factory = None
+    if not isinstance(env_id, str) or ":" in env_id:
+        from datamodules.envs.imported import callable_of
+
+        factory = callable_of(env_id)
     try:
         if factory is not None:
             made = as_vector(factory(**env_kwargs))
@@ -116,6 +121,8 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                                  "gymnasium.vector.VectorEnv")  # fmt: skip
             return made
         if str(env_id).startswith("ALE/"):
+            from datamodules.envs.imported import register_games
+
             register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except UsageError:
@@ -124,64 +131,6 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         from datamodules.envs.failures import refuse_environment
 
         refuse_environment(env_id, name, env_kwargs, factory, error)
-
-
-def register_games(env_id: str) -> None:
-    """Imports ale_py, which registers Atari's games."""
-    try:
-        importlib.import_module("ale_py")
-    except ModuleNotFoundError as error:
-        from datamodules.envs.failures import missing_extra
-
-        raise UsageError(missing_extra(f"the environment {env_id}", str(error))) from error
-
-
-def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the callable that ``package.module:name`` names; None for Gymnasium ids, ``module:Id-v0`` included."""
-    if not isinstance(env_id, str):
-        return env_id
-    module, _, attribute = env_id.partition(":")
-    if not attribute:
-        return None
-    from rl_modules.common.loading import import_user_module, member_of
-
-    package = import_user_module(module, f"env_id={env_id!r}")
-    found = None if attribute in gym.registry else member_of(package, attribute, f"env_id={env_id!r}")
-    if found is not None and not callable(found):
-        raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
-                         "such as its class")  # fmt: skip
-    return found
-
-
-def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
-    from rl_modules.common.loading import import_user_module
-
-    path: Any = wrapper
-    arguments: dict[str, Any] = {}
-    if isinstance(wrapper, dict):
-        path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
-    if not isinstance(path, str):
-        raise UsageError(f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
-                         "class_path and init_args; to call code of your own, give env_id a function that makes and "
-                         "wraps the environment")  # fmt: skip
-    module, _, name = path.replace(":", ".").rpartition(".")
-    found = getattr(import_user_module(module or "gymnasium.wrappers", f"wrappers: {path!r}"), name, None)
-    if found is None:
-        near = did_you_mean(name, gym.wrappers.__all__)
-        raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
-    try:
-        return found(env, **arguments)
-    except gym.error.DependencyNotInstalled as error:
-        from datamodules.envs.failures import missing_extra
-
-        raise UsageError(missing_extra(f"the wrapper {name}", str(error))) from error
-    except TypeError as error:
-        raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
-    except UsageError:
-        raise
-    except (gym.error.Error, ValueError, AssertionError) as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
 
 
 # ---------------------------------------------------------------- masks

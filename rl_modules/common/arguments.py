@@ -2,7 +2,6 @@
 subclass received. The subclass's constructor may choose arguments and change them before it passes them on.
 """
 
-import functools
 import io
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rl_modules.common.errors import UsageError
 
@@ -133,17 +131,6 @@ def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
     """Converts a class or callable to its import path with arguments, which a checkpoint may hold."""
     if given is None or isinstance(given, str):
         return given
-    if isinstance(given, dict):
-        if not isinstance(given.get("class_path"), str) or set(given) - {"class_path", "init_args"}:
-            raise UsageError(f"{name}={given!r} must have the key class_path, and perhaps init_args")
-        return given
-    arguments: dict[str, Any] = {}
-    target: Any = given
-    if isinstance(given, functools.partial) and not given.args:
-        target, arguments = given.func, dict(given.keywords)
-    path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
-    if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
-        raise UsageError(f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
-                         "class or function at the first level of a module, or functools.partial of one with keyword "
-                         "arguments")  # fmt: skip
-    return {"class_path": path, "init_args": arguments}
+    from rl_modules.networks.custom import plain_path  # only users bring one
+
+    return plain_path(name, given)

@@ -1,5 +1,6 @@
 """User-defined networks: made from an import path with arguments, and checked before a run starts."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,25 @@ from rl_modules.common.spaces import example_arrays, image_channels, pixel_scale
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.critics import LOG_STD_MAX, LOG_STD_MIN, ActionBounds, PolicyAndCritics, SquashedGaussianPolicy
+
+
+def plain_path(name: str, given: Custom) -> dict[str, Any]:
+    """A class or callable as its import path with arguments."""
+    if isinstance(given, dict):
+        if not isinstance(given.get("class_path"), str) or set(given) - {"class_path", "init_args"}:
+            raise UsageError(f"{name}={given!r} must have the key class_path, and perhaps init_args")
+        return given
+    arguments: dict[str, Any] = {}
+    target: Any = given
+    if isinstance(given, functools.partial) and not given.args:
+        target, arguments = given.func, dict(given.keywords)
+    path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
+        raise UsageError(f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
+                         "class or function at the first level of a module, or functools.partial of one with keyword "
+                         "arguments")  # fmt: skip
+    return {"class_path": path, "init_args": arguments}
+
 
 # ---------------------------------------------------------------- feature extractors
 

@@ -1,0 +1,62 @@
+"""Environments and wrappers that are named by an import path, and Atari's games."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+
+from datamodules.envs.failures import missing_extra
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.loading import import_user_module, member_of
+
+
+def register_games(env_id: str) -> None:
+    """Imports ale_py, which registers Atari's games."""
+    try:
+        importlib.import_module("ale_py")
+    except ModuleNotFoundError as error:
+        raise UsageError(missing_extra(f"the environment {env_id}", str(error))) from error
+
+
+def callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns the callable that ``package.module:name`` names; None for Gymnasium ids, ``module:Id-v0`` included."""
+    if not isinstance(env_id, str):
+        return env_id
+    module, _, attribute = env_id.partition(":")
+    if not attribute:
+        return None
+    package = import_user_module(module, f"env_id={env_id!r}")
+    found = None if attribute in gym.registry else member_of(package, attribute, f"env_id={env_id!r}")
+    if found is not None and not callable(found):
+        raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
+                         "such as its class")  # fmt: skip
+    return found
+
+
+def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
+    """One environment with one more wrapper."""
+    path: Any = wrapper
+    arguments: dict[str, Any] = {}
+    if isinstance(wrapper, dict):
+        path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
+    if not isinstance(path, str):
+        raise UsageError(f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
+                         "class_path and init_args; to call code of your own, give env_id a function that makes and "
+                         "wraps the environment")  # fmt: skip
+    module, _, name = path.replace(":", ".").rpartition(".")
+    found = getattr(import_user_module(module or "gymnasium.wrappers", f"wrappers: {path!r}"), name, None)
+    if found is None:
+        near = did_you_mean(name, gym.wrappers.__all__)
+        raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
+    try:
+        return found(env, **arguments)
+    except gym.error.DependencyNotInstalled as error:
+        raise UsageError(missing_extra(f"the wrapper {name}", str(error))) from error
+    except TypeError as error:
+        raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
+    except UsageError:
+        raise
+    except (gym.error.Error, ValueError, AssertionError) as error:
+        reason = str(error) or type(error).__name__
+        raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
