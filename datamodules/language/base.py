@@ -41,7 +41,10 @@ class LanguageDataModule(LanguageArguments):
         given = self.task
         self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
         self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
-        funcs = [] if self.task is None else list(self.task.reward_funcs)
+        funcs = [] if self.task is None else self.task.reward_funcs
+        if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
+            raise UsageError(f"task {self.task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
+                             "list of functions should be")  # fmt: skip
         if self.reward_funcs:
             from datamodules.language.rewards import load_reward_funcs
 
@@ -49,7 +52,7 @@ class LanguageDataModule(LanguageArguments):
         if getattr(self, "environment", None) is not None:
             from datamodules.language.dialogues import environment
 
-            funcs.append(environment)
+            funcs = [*funcs, environment]
         #: Names of the sources of records, and of the evaluation sets, that have metrics of their own.
         mixed = [] if self.mixture is None else list(self.mixture.sources)
         self.sources = list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
