@@ -1,10 +1,7 @@
 """Architectures: configs of transformers with changed fields, their limits, and their rates of dropout."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +11,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.tokenizer import needs_own_code, refuse_no_model
 
 #: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
 SMALL = {
@@ -63,11 +59,9 @@ def make_config(
         config = copy.deepcopy(model_name_or_path.config)
         config.architectures = [type(model_name_or_path).__name__]  # as `save_pretrained` does
     elif model_name_or_path is not None:
-        try:
-            config = AutoConfig.from_pretrained(model_name_or_path, **fields, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, RecursionError) as error:
-            refuse_no_model(model_name_or_path)
-            raise UsageError(unreadable(model_name_or_path, error)) from error
+        from rl_modules.language.pretrained import read_config
+
+        config = read_config(model_name_or_path, fields)
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
             fields = {**SMALL, **fields}
@@ -167,20 +161,6 @@ def max_length(config: PretrainedConfig) -> int:
     return int(min([longest, *filter(None, lengths)]))
 
 
-def unreadable(name: str, error: Exception) -> str:
-    """The sentence about a model that can't be loaded."""
-    if needs_own_code(error):
-        return (f"model_name_or_path={name!r} needs code of its own, and code of a model directory is never run; give "
-                "a model whose architecture transformers has")  # fmt: skip
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    if Path(name).is_dir():
-        return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
-    if "attention" in reason.lower():
-        return f"attn_implementation can't be used with model {name!r} ({reason}); give eager or sdpa"
-    return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
-            "instead of a hub name")  # fmt: skip
-
-
 # ---------------------------------------------------------------- dropout
 
 #: Field of a config with the rates that :func:`remove_dropout` has set to 0; checkpoints hold it with the others.
@@ -212,17 +192,6 @@ def restore_dropout(config: PretrainedConfig) -> bool:
         for name, rate in rates.items():
             setattr(part, name, rate)
     return any(rates for _, rates in removed)
-
-
-@contextmanager
-def original_dropout(config: PretrainedConfig) -> Iterator[None]:
-    """Gives a config the model's original rates within the context, as an export writes them."""
-    was_removed = restore_dropout(config)
-    try:
-        yield
-    finally:
-        if was_removed:
-            remove_dropout(config)
 
 
 def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:

@@ -1,6 +1,8 @@
 """Exports: directories of Hugging Face with a model and its tokenizer."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import original_dropout
+from rl_modules.language.architecture import remove_dropout, restore_dropout
 from rl_modules.language.lora import merged
 from rl_modules.language.models import eos_token_ids, is_sharded
 from rl_modules.language.sharding import whole
@@ -94,3 +96,14 @@ def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     ids = [tokenizer(text).input_ids for text in _SAMPLES]
     return all(theirs(text).input_ids == own and theirs.decode(own) == tokenizer.decode(own)
                for text, own in zip(_SAMPLES, ids, strict=True))  # fmt: skip
+
+
+@contextmanager
+def original_dropout(config: Any) -> Iterator[None]:
+    """Gives a config the model's original rates within the context, as an export writes them."""
+    was_removed = restore_dropout(config)
+    try:
+        yield
+    finally:
+        if was_removed:
+            remove_dropout(config)

@@ -3,13 +3,15 @@
 import copy
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_model
-from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer, tokenizer_from_dict
+from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict
 
 
 def build_judges(policy: Any, config: Any) -> None:
@@ -115,3 +117,18 @@ def _causal_model_of(path: str, hp: Any) -> tuple[Any, Any]:
     own = model.state_dict()
     model.load_state_dict({name: weights[name] for name in own})
     return model, tokenizer
+
+
+def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Refuses a model whose tokens differ from those that the policy writes."""
+    theirs, ours = other.get_vocab(), policy.get_vocab()
+    if theirs == ours:
+        return
+    by_id = {i: token for token, i in ours.items()}
+    differing = sorted({i for token, i in set(theirs.items()) ^ set(ours.items())})
+    theirs_by_id = {i: token for token, i in theirs.items()}
+    i = differing[0]
+    raise UsageError(
+        f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
+        f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
+    )

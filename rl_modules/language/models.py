@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import require_head, unreadable
+from rl_modules.language.architecture import require_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Operations whose results selective checkpointing keeps.
@@ -78,6 +78,8 @@ def make_model(
 
             model, found = read_model(_HEADS[head], model_name_or_path, config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
+        from rl_modules.language.pretrained import unreadable
+
         raise UsageError(unreadable(str(name or config.model_type), error)) from error
     if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
         raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take a "

@@ -1,4 +1,4 @@
-"""Weights of pretrained models: read from files, GGUF among them, or copied from a model that is given as an object."""
+"""Pretrained models and their tokenizers: read from files, GGUF among them, or copied from an object."""
 
 import copy
 import hashlib
@@ -10,10 +10,57 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import CLASSES
+
+#: Tokenizer classes that follow their ``tokenizer.json``, by the names in ``tokenizer_config.json``.
+_PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def read_config(name: str, fields: dict[str, Any]) -> PretrainedConfig:
+    """Returns the architecture of a directory or hub name, with some fields changed."""
+    try:
+        return AutoConfig.from_pretrained(name, **fields, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        refuse_no_model(name)
+        raise UsageError(unreadable(name, error)) from error
+
+
+def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a model directory or hub name."""
+    try:
+        # For some types of models, such as Qwen2, AutoTokenizer takes a class that replaces the file's pre-tokenizer.
+        is_plain = get_tokenizer_config(name_or_path).get("tokenizer_class") in _PLAIN
+        kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+        tokenizer = kind.from_pretrained(name_or_path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
+            raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
+                             "first (the config's header says how), else give another with --model.model_name_or_path"
+                             ) from error  # fmt: skip
+        refuse_no_model(name_or_path)
+        if needs_own_code(error):
+            raise UsageError(f"tokenizer {name_or_path!r} needs code of its own, and code of a model directory is "
+                             "never run; give one that transformers has, for a policy as tokenizer_name_or_path"
+                             ) from error  # fmt: skip
+        raise UsageError(
+            f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
+            "tokenizer.json, or a hub name that is reachable or cached, as tokenizer_name_or_path"
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
+        raise UsageError(f"tokenizer {name_or_path!r} has no vocabulary: the model's folder is without a "
+                         "tokenizer.json; save the tokenizer there, or give tokenizer_name_or_path")  # fmt: skip
+    return tokenizer
 
 
 def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -47,6 +94,44 @@ def require_all_weights(name: str, model: nn.Module, config: PretrainedConfig, f
     raise UsageError(f"model_name_or_path={name!r} lacks {len(lacking)} of the model's weights, such as {lacking[0]}"
                      f"{instead}; write the model anew with save_pretrained, or leave model_name_or_path out for new "
                      "weights")  # fmt: skip
+
+
+def refuse_no_model(name: str) -> None:
+    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to."""
+    if name.endswith(".ckpt") and Path(name).is_file():
+        raise UsageError(f"{name!r} is a checkpoint, and a model is a directory; write one with `rl export --ckpt_path "
+                         f"{name} --output FOLDER`, and give FOLDER")  # fmt: skip
+    config = Path(name, "adapter_config.json")
+    if config.is_file():
+        scores = '"SEQ_CLS"' in config.read_text(encoding="utf-8")
+        load = (f"AutoPeftModelForSequenceClassification.from_pretrained({name!r}, num_labels=1)" if scores else
+                f"AutoPeftModelForCausalLM.from_pretrained({name!r})")  # fmt: skip
+        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, {load}."
+                         "merge_and_unload().save_pretrained(FOLDER), and give FOLDER; lora={...} trains new ones from "
+                         "there")  # fmt: skip
+
+
+def unreadable(name: str, error: Exception) -> str:
+    """The sentence about a model that can't be loaded."""
+    if needs_own_code(error):
+        return (f"model_name_or_path={name!r} needs code of its own, and code of a model directory is never run; give "
+                "a model whose architecture transformers has")  # fmt: skip
+    reason = _first_line(error)
+    if Path(name).is_dir():
+        return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
+    if "attention" in reason.lower():
+        return f"attn_implementation can't be used with model {name!r} ({reason}); give eager or sdpa"
+    return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
+            "instead of a hub name")  # fmt: skip
+
+
+def needs_own_code(error: Exception) -> bool:
+    """Returns whether transformers' error says that a model or tokenizer needs custom Python code."""
+    return "custom code" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 # ---------------------------------------------------------------- models given as objects
@@ -104,7 +189,7 @@ def directory_of(name: str) -> str:
     try:
         import gguf  # noqa: F401 - transformers reads the file by it
         from huggingface_hub.constants import HF_HOME
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise UsageError(f"model_name_or_path={name!r} needs a package that is not installed: pip install {error.name}"
                          ) from error  # fmt: skip

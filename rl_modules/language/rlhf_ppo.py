@@ -13,6 +13,7 @@ from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics, record_completions, table_is_due
 from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
+from rl_modules.language.judges import check_same_tokens
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
@@ -25,7 +26,6 @@ from rl_modules.language.scoring import (
     token_values,
     written_mask,
 )
-from rl_modules.language.tokenizer import check_same_tokens
 
 
 class RLHFPPO(PolicyWithReference):
