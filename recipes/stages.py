@@ -166,11 +166,14 @@ class Policy:
 
 def load_policy(config: str, arguments: dict[str, str]) -> Policy:
     """Loads the policy of an ``rl`` config, ready to write completions."""
-    from rl_modules.language.precision import adopt_precision
+    from lightning.pytorch.plugins.precision import HalfPrecision
 
     cli = checked("test", rl_words(config, in_one_process(arguments)))
     trainer = cli.trainer
-    adopt_precision(trainer, cli.model.hparams["lora"] is not None)
+    if isinstance(trainer.precision_plugin, HalfPrecision):
+        from rl_modules.language.precision import adopt_precision
+
+        adopt_precision(trainer, cli.model.hparams["lora"] is not None)
     cli.model.configure_model()
     module = trainer.precision_plugin.convert_module(cli.model).to(trainer.strategy.root_device).eval()
     trainer.strategy.connect(module)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -31,17 +32,12 @@ from rl_modules.language.fast.self_check import require_left_to_right, warn_of_n
 from rl_modules.language.learning_rate import beside_scheduler, check_schedule, make_schedule, without_warmup
 from rl_modules.language.metrics import LanguageMetrics, monitors
 from rl_modules.language.models import (
+    adopt_strategy,
+    float32_by_default,
     is_name,
     is_sharded,
     make_model,
     without_ignored,
-)
-from rl_modules.language.precision import (
-    adopt_precision,
-    adopt_strategy,
-    convert_frozen,
-    float32_by_default,
-    require_float32_masters,
 )
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
@@ -294,7 +290,10 @@ class LanguageModule(LanguageMetrics):
         """
         hp: Any = self.hparams
         sharding, is_new = adopt_strategy(self._trainer), self.model is None
-        if self._trainer is not None:
+        is_half = self._trainer is not None and isinstance(self.trainer.precision_plugin, HalfPrecision)
+        if is_half:
+            from rl_modules.language.precision import adopt_precision
+
             adopt_precision(self.trainer, hp.lora is not None)
         if hp.lora is not None:
             from rl_modules.language.lora import refuse_biases_of_16_bits
@@ -306,9 +305,13 @@ class LanguageModule(LanguageMetrics):
                 self._build(sharding)
         if self._trainer is None:
             return
-        convert_frozen(self)
+        if is_half:  # before weights may be split over ranks
+            self.trainer.precision_plugin.convert_module(self)
         if self.is_fitting:
-            require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
+            if is_half or hp.torch_dtype != "float32":
+                from rl_modules.language.precision import require_float32_masters
+
+                require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             if hp.use_liger_kernel:
                 from rl_modules.language.fast.kernels import use_liger_kernel
 

@@ -12,7 +12,6 @@ from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import record_clipping, record_generation
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
-from rl_modules.language.sampling.correction import MODES, correction_of, differs, importance_weights
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
 
 
@@ -102,7 +101,8 @@ class GRPO(PolicyWithReference):
         "π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole completion, clipped "
         "to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or ``none``. Null: ``none`` "
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
-        "``token_truncate`` if the sampler does not return the tokens that its filters kept", one_of=MODES)  # fmt: skip
+        "``token_truncate`` if the sampler does not return the tokens that its filters kept",
+        one_of=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))  # fmt: skip
     importance_sampling_clip_min: float | None = setting(
         None, "lower bound on ρ; null: none", least=0, idle=checks.without_correction)  # fmt: skip
     importance_sampling_clip_max: float | None = setting(
@@ -174,6 +174,8 @@ class GRPO(PolicyWithReference):
         passes = self.in_parts(rollout, self.evaluate_completions, filtered) if needs else rollout.get("passes", {})
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
+            from rl_modules.language.sampling.correction import importance_weights
+
             fields |= importance_weights(self, fields, rollout["log_prob"])
         if self.beta == 0 and not self.wants_entropy:
             matters = fields["advantage"] != 0
@@ -230,8 +232,24 @@ class GRPO(PolicyWithReference):
         shared = shared_log_probs(self.model, *text, group, self.temperature, entropy, filtered)
         return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch), filtered)
 
-    #: The mode of the importance weights, or ``none``; whether log-probabilities are computed again after sampling.
-    correction, rescores = property(correction_of), property(differs)
+    @property
+    def correction(self) -> str:
+        """The mode of the importance weights: the given one, or TRL's default, unless the kept tokens are unknown."""
+        given: str | None = self.hparams["importance_sampling_correction"]
+        if given is not None:
+            return given
+        if self.lacks_support:
+            return "token_truncate" if self.weights_tokens else "none"
+        return "none" if self.hparams["sampler"] == "native" and not self.samples_ahead else "sequence_mask"
+
+    @property
+    def rescores(self) -> bool:
+        """Whether log-probabilities are computed again: the sampler's differ by engine, unknown filters or rounding."""
+        hp: Any = self.hparams
+        if self.correction != "none" or hp.sampler != "native" or self.lacks_support:
+            return True
+        exact = self.trainer.precision in ("32-true", "64-true") and hp.torch_dtype == "float32"
+        return self.compares_with_sampler and not exact
 
     @property
     def compares_with_sampler(self) -> bool:

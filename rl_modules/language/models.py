@@ -1,11 +1,14 @@
 """Models of transformers: read from a directory or the hub, copied from an object, or built from a config."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError
 from torch import nn
@@ -138,6 +141,38 @@ def freeze_unread_parts(model: PreTrainedModel) -> None:
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def sharded_strategy(**arguments: Any) -> Any:
+    """Makes the strategy that splits weights over ranks."""
+    from rl_modules.language.sharding import ShardedStrategy
+
+    return ShardedStrategy(**arguments)
+
+
+for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
+    StrategyRegistry.register(_name, sharded_strategy, description="weights split over ranks (FSDP2)")
+
+
+def adopt_strategy(trainer: L.Trainer | None) -> Any:
+    """Returns :mod:`rl_modules.language.sharding` where a strategy splits weights, and replaces that; else None."""
+    if trainer is None or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        return None
+    from rl_modules.language import sharding
+
+    sharding.adopt(trainer.strategy)
+    return sharding
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Makes float32 the default dtype within the context, whatever a precision plugin has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def check_folder(name: str, value: Any) -> Any:

@@ -15,7 +15,6 @@ from rl_modules.language.base import LanguageModule
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_sampler, make_sampler
-from rl_modules.language.sampling.correction import truncations_of
 from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.scoring import tokens_written
 from rl_modules.language.throughput import Stopwatch
@@ -144,11 +143,17 @@ class LanguagePolicy(LanguageModule):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             # What differs is for an evaluation, which does not train on its completions.
-            "return_sampling_mask": not different and bool(truncations_of(self)),
+            "return_sampling_mask": not different and bool(self.truncations),
             **different,
         }
         stops = tuple(eos_token_ids(self.model, self.tokenizer))
         return SamplingSettings(eos_token_id=stops, pad_token_id=int(self.tokenizer.pad_token_id), **own)
+
+    @property
+    def truncations(self) -> list[str]:
+        """The arguments with which some tokens are never sampled, as ``name=value``."""
+        idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
+        return [f"{name}={value}" for name, off in idle.items() if (value := getattr(self, name)) not in off]
 
     def check_architecture(self) -> None:
         super().check_architecture()

@@ -17,7 +17,6 @@ from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import max_length, plain_config
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
-from rl_modules.language.sampling.correction import truncations_of, warn_of_lacking_support
 from rl_modules.language.scoring import completion_log_probs, sequence_scores
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
@@ -238,7 +237,9 @@ class PolicyWithReference(LanguagePolicy):
     def filter_of(self, fields: dict[str, Any]) -> "Filter | None":
         """Returns how sampling changed the distribution of completions, for log-probabilities of the same."""
         if "kept" not in fields:
-            if truncations_of(self) and not self.lacks_support:
+            if self.truncations and not self.lacks_support:
+                from rl_modules.language.sampling.correction import warn_of_lacking_support
+
                 self.lacks_support = True
                 warn_of_lacking_support(self)
             if self.repetition_penalty == 1:

@@ -1,6 +1,4 @@
-"""Precision of language models, which weights may have 16 bits and which tensors are float32 under every precision; and
-the strategy that splits weights.
-"""
+"""Precision of 16 bits: which weights of language models may have it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +7,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from rl_modules.common.errors import UsageError
 
@@ -46,44 +43,15 @@ class FrozenHalfPrecision(HalfPrecision):
         return data
 
 
-def sharded_strategy(**arguments: Any) -> Any:
-    """Makes the strategy that splits weights over ranks."""
-    from rl_modules.language.sharding import ShardedStrategy
-
-    return ShardedStrategy(**arguments)
-
-
-for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
-    StrategyRegistry.register(_name, sharded_strategy, description="weights split over ranks (FSDP2)")
-
-
-def adopt_strategy(trainer: L.Trainer | None) -> Any:
-    """Returns :mod:`rl_modules.language.sharding` where a strategy splits weights, and replaces that; else None."""
-    if trainer is None or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
-        return None
-    from rl_modules.language import sharding
-
-    sharding.adopt(trainer.strategy)
-    return sharding
-
-
 def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
     """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin, before weights are converted."""
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, HalfPrecision):
-        return
+    plugin: Any = trainer.precision_plugin
     if plugin.precision == "16-true" and trainer.state.fn == "fit":
         raise UsageError("trainer.precision=16-true trains without a scale of the loss, so that small gradients become "
                          "0; take bf16-true with lora, bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
     ours = FrozenHalfPrecision(plugin.precision)
     ours.device_type, ours.trains_adapters = trainer.strategy.root_device.type, trains_adapters
     trainer.strategy.precision_plugin = ours
-
-
-def convert_frozen(module: L.LightningModule) -> None:
-    """Stores a module's frozen weights in the trainer's 16 bits, before they may be split over ranks."""
-    if isinstance(plugin := module.trainer.precision_plugin, FrozenHalfPrecision):
-        plugin.convert_module(module)
 
 
 def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: str, learning_rate: float) -> None:
@@ -99,14 +67,3 @@ def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: 
         f"{learning_rate:g}; train all weights with trainer.precision=bf16-mixed and torch_dtype=float32, or adapters "
         "with lora"
     )
-
-
-@contextmanager
-def float32_by_default() -> Iterator[None]:
-    """Makes float32 the default dtype within the context, whatever a precision plugin has set."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -11,45 +11,19 @@ from torch import Tensor
 
 from rl_modules import functional as F
 
-MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _NAME = "importance_sampling_correction"
-
-
-def truncations_of(policy: Any) -> list[str]:
-    """The policy's arguments with which some tokens are never sampled, as ``name=value``."""
-    idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0)}
-    return [f"{name}={value}" for name, off in idle.items() if (value := getattr(policy, name)) not in off]
-
-
-def correction_of(policy: Any) -> str:
-    """Returns the mode: the given one, or TRL's default, unless it is unknown what the sampler's filters kept."""
-    given: str | None = policy.hparams[_NAME]
-    if given is not None:
-        return given
-    if policy.lacks_support:
-        return "token_truncate" if policy.weights_tokens else "none"
-    return "none" if policy.hparams["sampler"] == "native" and not policy.samples_ahead else "sequence_mask"
 
 
 def warn_of_lacking_support(policy: Any) -> None:
     """Warns that training's log-probabilities are not those of sampling."""
-    filters = ", ".join(truncations_of(policy))
+    filters = ", ".join(policy.truncations)
     text = (f"sampler={policy.hparams['sampler']!r} does not return the tokens that {filters} kept, so that training's "
             "log-probabilities are those of all tokens; take native, or vLLM 0.28 or newer on CUDA")  # fmt: skip
     if (given := policy.hparams.get(_NAME, "none")) is None:
-        text += f". {_NAME} is {correction_of(policy)} in this run"
+        text += f". {_NAME} is {policy.correction} in this run"
     elif given.startswith("sequence"):
         text += f". With {_NAME}={given!r} the weight of a completion is the product of the kept masses of its tokens"
     rank_zero_warn(text)
-
-
-def differs(policy: Any) -> bool:
-    """Whether the sampler's log-probabilities differ from training's, by engine, unknown filters or rounding."""
-    hp = policy.hparams
-    if policy.correction != "none" or hp["sampler"] != "native" or policy.lacks_support:
-        return True
-    exact = policy.trainer.precision in ("32-true", "64-true") and hp["torch_dtype"] == "float32"
-    return policy.compares_with_sampler and not exact
 
 
 def importance_weights(policy: Any, fields: dict[str, Tensor], sampled: Tensor) -> dict[str, Tensor]:
