@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.callbacks.curves import points
-from recipes.pipeline import Pipeline
-from recipes.stages import evaluate
+from recipes.pipeline import Pipeline, evaluate
 
 STORES = {False: Path(__file__).parent / "results" / "starts", True: Path(__file__).parent / "results" / "starts_first"}
 #: Options that ``--first`` changes in every variant; its steps are the same for any length of a run.

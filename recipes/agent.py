@@ -16,8 +16,7 @@ from pathlib import Path
 
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline
-from recipes.stages import check_folder, measured, run_command, stage_options, writing_options
+from recipes.pipeline import Pipeline, check_folder, measured, run_command, stage_options, writing_options
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.tokenizer import character_tokenizer
 

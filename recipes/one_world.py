@@ -30,7 +30,7 @@ from datamodules.language.environments import Message, Step
 from datamodules.language.worlds import TextMaze
 from recipes.agent import write_records
 from recipes.cli.options import Parser
-from recipes.stages import check_folder, run_command
+from recipes.pipeline import check_folder, run_command
 from recipes.trainer import Trainer
 
 HORIZON = 8

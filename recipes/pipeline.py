@@ -1,20 +1,23 @@
-"""Pipelines: stages that run in order, each in its own folder. A completed stage is skipped."""
+"""Pipelines: stages that run in order, each in its own folder, a completed one skipped, and their command lines."""
 
 import contextlib
+import io
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes import configs
 from recipes.callbacks import curves
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
 #: File with a stage's settings and, after its completion, the time that it took.
@@ -30,10 +33,6 @@ class Pipeline:
         self._began_s = time.monotonic()
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
-        #: Peak memory of the process during each stage, in MiB; None where the system does not report it, and of
-        #: stages in several processes.
-        self.memory: dict[str, float | None] = {}
-        self._has_own_processes = False
 
     def stage(
         self,
@@ -59,7 +58,7 @@ class Pipeline:
             raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
                              f"it again, or give the pipeline another folder{named}")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
-            self.seconds[name], self.memory[name] = found["seconds"], found.get("memory")
+            self.seconds[name] = found["seconds"]
             print(f"{name}: done already, see {folder}")
             return folder
         folder.mkdir(exist_ok=True)
@@ -67,20 +66,16 @@ class Pipeline:
         _write(folder, wanted)
         print(f"{name}: in {folder}", flush=True)
         began_s = time.monotonic()
-        _reset_peak_memory()
-        self._has_own_processes = False
         try:
             run(folder)
         finally:
             spent += time.monotonic() - began_s
-            here = None if self._has_own_processes else _peak_memory()
-            memory = max((m for m in (here, found.get("memory")) if m is not None), default=None)
-            _write(folder, {**wanted, "seconds": spent, "memory": memory})
+            _write(folder, {**wanted, "seconds": spent})
         missing = [output for output in outputs if not (folder / output).exists()]
         if missing:
             raise UsageError(f"stage {name!r} ended without {', '.join(missing)} in {folder}")
-        _write(folder, {**wanted, "seconds": spent, "memory": memory, "done_at": time.time()})
-        self.seconds[name], self.memory[name] = spent, memory
+        _write(folder, {**wanted, "seconds": spent, "done_at": time.time()})
+        self.seconds[name] = spent
         return folder
 
     def earlier(self, name: str, after: Path) -> Path | None:
@@ -88,7 +83,7 @@ class Pipeline:
         record = _record(self.folder / name)
         if "done_at" not in record or record["after"].get(after.name) != _record(after).get("done_at"):
             return None
-        self.seconds[name], self.memory[name] = record["seconds"], record.get("memory")
+        self.seconds[name] = record["seconds"]
         return self.folder / name
 
     def fit(
@@ -99,7 +94,6 @@ class Pipeline:
 
         def run(folder: Path) -> None:
             from recipes.cli import main
-            from recipes.stages import world_size
 
             logger = {"save_dir": str(folder), "name": "", "version": "run"}
             options = {**given, **{f"trainer.logger.init_args.{key}": value for key, value in logger.items()}}
@@ -108,8 +102,8 @@ class Pipeline:
             ]
             words = ["--config", str(configs.find(config)), *words, *["--resume"] * (folder / "run").exists()]
             # Each further process of a run repeats its command, which must not be the pipeline.
-            self._has_own_processes = world_size(words) > 1
-            _or_fail(name, lambda: (_in_a_process if self._has_own_processes else main)(["fit", *words]))
+            fit = _in_a_process if world_size(words) > 1 else main
+            _or_fail(name, lambda: fit(["fit", *words]))
             shutil.rmtree(folder / "model", ignore_errors=True)  # an interrupted export leaves a part
             _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
                                          "--output", str(folder / "model")]))  # fmt: skip
@@ -199,27 +193,6 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
 
 
-def _reset_peak_memory() -> None:
-    """Resets the peak of the memory, if the system supports it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", "ascii")
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_memory() -> float | None:
-    """MiB: on a GPU what torch had allocated, else the process's resident memory; None where nothing reports it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text("ascii").splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 2**10
-    return None
-
-
 def _in_a_process(words: Sequence[str]) -> None:
     """Runs an ``rl`` command as a process, to which SIGTERM is passed on; raises SystemExit with its exit code."""
     process = subprocess.Popen([sys.executable, "-m", "recipes", *words])
@@ -244,3 +217,173 @@ def _or_fail(stage: str, run: Callable[[], None]) -> None:
         if exit_.code:
             print(f"stage {stage!r} is not complete; the same command resumes it", flush=True)
             raise
+
+
+# ---------------------------------------------------------------- the pipelines' command lines
+
+#: Options of the Trainer that set the number of processes in which a stage trains.
+PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
+
+
+def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
+    """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages."""
+    from recipes.cli.terminal import quiet
+
+    quiet()
+    try:
+        run(*parse(sys.argv[1:] if args is None else args))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def stage_options(
+    words: Sequence[str], stages: Sequence[str], own: Iterable[str], example: str
+) -> dict[str, dict[str, str]]:
+    """Each stage's options by dotted name, from words such as ``--ppo.model.beta=0.05``."""
+    options: dict[str, dict[str, str]] = {stage: {} for stage in stages}
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        stage, _, key = name.partition(".")
+        if not word.startswith("--") or not equals or stage not in options or not key:
+            raise UsageError(f"{word!r} is not understood; an option of a stage is written {example}, and the stages "
+                             f"are {', '.join(stages)}{did_you_mean(stage, [*stages, *own])}")  # fmt: skip
+        options[stage][key] = value
+    return options
+
+
+def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> dict[str, Any]:
+    """Checks configs and options of all stages before the first: each is parsed, and its classes are made."""
+    if "LOCAL_RANK" in os.environ:
+        raise UsageError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}: a pipeline starts the processes of its stages "
+                         "itself; run it once, without torchrun, and give a stage trainer.devices")  # fmt: skip
+    for _, config, _ in stages.values():
+        configs.checked(configs.find(config))
+    found = {}
+    for stage, (command, config, options) in stages.items():
+        try:
+            words = rl_words(config, in_one_process(options) if command == "test" else options)
+            found[stage] = checked(command, words).datamodule
+        except UsageError as error:
+            raise UsageError(f"stage {stage}: {error}") from error
+    return found
+
+
+def world_size(words: Sequence[str]) -> int:
+    """Number of processes that ``rl fit`` trains in."""
+    return int(checked("fit", words).trainer.world_size)
+
+
+def checked(command: str, words: Sequence[str]) -> Any:
+    """Returns the parsed command with its objects, which has run nothing."""
+    from recipes.cli.lightning_cli import RLCLI
+    from rl_modules.core.seams import check_pairing
+
+    class Checked(RLCLI):
+        def _require_weights(self, config: Any) -> None:
+            """Does nothing: an earlier stage will write them."""
+
+        def _check_environment(self) -> None:
+            check_pairing(self.model, self.datamodule)
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Runs nothing."""
+
+    return Checked(command, list(words))
+
+
+def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Returns options for a pipeline's own use of a policy, on one device."""
+    devices = str(arguments.get("trainer.devices", "1"))
+    if devices != "1":
+        raise UsageError(f"trainer.devices={devices}: evaluations and comparisons run in the pipeline's own process; "
+                         "give several devices to the stages that train")  # fmt: skip
+    return {**arguments, "trainer.devices": "1"}
+
+
+def writing_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Returns the options of a policy's stage that determine its prompts and completions in an evaluation."""
+    names = {f"model.{name}" for name in ("max_completion_length", "top_k", "min_p", "repetition_penalty")}
+    return {key: value for key, value in options.items() if key.startswith("data.") or key in names}
+
+
+def check_folder(folder: str) -> None:
+    """Raises where a pipeline's folder can't be made."""
+    if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
+        where = "is a file" if blocked == Path(folder) else f"lies below {blocked}, which is a file"
+        raise UsageError(f"folder {folder} {where}")
+
+
+def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
+    """Returns the arguments of an ``rl`` command."""
+    return ["--config", str(configs.find(config)), *(f"--{key}={value}" for key, value in arguments.items())]
+
+
+def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
+    """Returns the metrics of ``rl test`` on held-out records, by name, ``eval/…``."""
+    from recipes.cli.lightning_cli import RLCLI
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli = RLCLI("test", rl_words(config, in_one_process(arguments)))
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+    return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
+
+
+def measured(
+    pipeline: Pipeline, name: str, config: str, arguments: dict[str, str], after: Sequence[Path]
+) -> dict[str, float]:
+    """Runs the stage ``name``, an evaluation by a config with some options, and returns its metrics."""
+    settings = {"config": configs.text(config), "arguments": arguments}
+    return pipeline.evaluate(name, lambda: evaluate(config, arguments), settings, after)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy on the device of its config's Trainer, with the datamodule that encodes its prompts."""
+
+    module: Any
+    data: Any
+    trainer: Any
+
+    def write(
+        self, records: Sequence[dict[str, Any]], seeds: Sequence[int], num_generations: int, **sampling: Any
+    ) -> tuple[list[str], list[list[int]], list[bool]]:
+        """Writes completions of records' prompts, with the chat template and system prompt of the policy's training."""
+        import torch
+
+        prompts = self.data.encoder.prompts([record["prompt"] for record in records], list(records))
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            written = self.module.act(prompts, seeds, num_generations, **sampling)
+        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+        return self.module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
+
+    def as_read(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Returns columns of a record from which any datamodule makes the same prompt, messages or text."""
+        encoder = self.data.encoder
+        prompt = encoder.as_read(record["prompt"])
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        variables = {**encoder.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
+        tools = record.get("tools")
+        return {
+            "prompt": prompt,
+            **({"chat_template_kwargs": variables} if variables else {}),
+            **({"tools": tools} if tools else {}),
+        }
+
+
+def load_policy(config: str, arguments: dict[str, str]) -> Policy:
+    """Loads the policy of an ``rl`` config, ready to write completions."""
+    from lightning.pytorch.plugins.precision import HalfPrecision
+
+    cli = checked("test", rl_words(config, in_one_process(arguments)))
+    trainer = cli.trainer
+    if isinstance(trainer.precision_plugin, HalfPrecision):
+        from rl_modules.language.precision import adopt_precision
+
+        adopt_precision(trainer, cli.model.hparams["lora"] is not None)
+    cli.model.configure_model()
+    module = trainer.precision_plugin.convert_module(cli.model).to(trainer.strategy.root_device).eval()
+    trainer.strategy.connect(module)
+    cli.datamodule.trainer = trainer
+    return Policy(module, cli.datamodule, trainer)

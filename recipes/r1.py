@@ -17,8 +17,8 @@ from typing import Any
 
 from recipes import configs
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline
-from recipes.stages import (
+from recipes.pipeline import (
+    Pipeline,
     check_folder,
     check_stages,
     load_policy,

@@ -24,9 +24,9 @@ from typing import Any
 from recipes import configs
 from recipes.callbacks.curves import points
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline
-from recipes.stages import (
+from recipes.pipeline import (
     PROCESSES,
+    Pipeline,
     check_folder,
     check_stages,
     load_policy,
@@ -58,7 +58,6 @@ COLUMNS = {
     "eval/bayes_accuracy": "best accuracy",
     "steps": "steps",
     "seconds": "seconds",
-    "memory": "MiB",
 }
 
 
@@ -87,14 +86,8 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 1.5, 2.0], help="of what is compared")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
-    if given.samples * len(given.temperatures) < 2:
-        raise UsageError(f"samples={given.samples} at one temperature leave nothing to compare; give at least 2")
-    if given.comparisons < 1:
-        raise UsageError(f"comparisons={given.comparisons} must be at least 1")
     if given.rounds < 1 or (given.rounds > 1 and given.preferences != "dpo"):
         raise UsageError(f"rounds={given.rounds} must be at least 1, and above 1 only with --preferences dpo")
-    if min(given.temperatures) < 0:
-        raise UsageError(f"temperatures={given.temperatures} must be at least 0")
     return given, stage_options(rest, STAGES, parser.names(), "--ppo.model.beta=0.05")
 
 
@@ -201,7 +194,7 @@ def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Pa
 
 
 def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Sequence[str]) -> None:
-    """Prints the table, with the optimizer steps, time and memory of each training, and draws the curves."""
+    """Prints the table, with the optimizer steps and time of each training, and draws the curves."""
     order = ["sft", "reward_model", "ppo"]
     table = {}
     for name in sorted(rows, key=lambda name: (order.index(name) if name in order else len(order), name)):
@@ -209,8 +202,6 @@ def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Se
         # Evaluations are on the same axis: the last one comes after the last optimizer step.
         steps = max((curve[-1][0] for curve in curves.values() if curve), default=0)
         costs = {"steps": steps, "seconds": round(pipeline.seconds[name])}
-        if (memory := pipeline.memory.get(name)) is not None:
-            costs["memory"] = round(memory)
         row = {**rows[name], **costs}
         table[name] = {COLUMNS[key]: value for key, value in row.items() if key in COLUMNS}
     pipeline.table(table, list(COLUMNS.values()))

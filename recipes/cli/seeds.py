@@ -14,7 +14,7 @@ from recipes import comparison, configs
 from recipes.cli import runs
 from recipes.cli.options import options_in
 from recipes.cli.terminal import wait_for
-from recipes.stages import checked
+from recipes.pipeline import checked
 from rl_modules.common.errors import UsageError
 
 #: Options of several runs, with the least value of each.

@@ -21,8 +21,8 @@ from recipes.cli.sweep_trials import (
     run_once,
     write_hparams,
 )
+from recipes.pipeline import checked
 from recipes.run import LOGS
-from recipes.stages import checked
 from rl_modules.common.errors import UsageError
 
 #: Failed trials after which a sweep without a single result stops.

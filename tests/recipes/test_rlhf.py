@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from datamodules import PreferenceDataModule
 from datamodules.language.tasks import make_task
 from recipes import r1, rlhf
-from recipes.pipeline import Pipeline
-from recipes.stages import in_one_process, load_policy
+from recipes.pipeline import Pipeline, in_one_process, load_policy
 from rl_modules.common.errors import UsageError
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.sft import SFT
@@ -110,8 +109,6 @@ def test_the_policy_writes_on_the_trainers_device(chatting, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--samples", "1", "--temperatures", "1"], "samples=1 at one temperature leave nothing to compare"),
-        (["--comparisons", "0"], "comparisons=0 must be at least 1"),
         (["--rounds", "0"], "rounds=0 must be at least 1"),
         (["--rounds", "2"], "rounds=2 must be at least 1, and above 1 only with --preferences dpo"),
         (["--grpo.model.beta=1"], "'--grpo.model.beta=1' is not understood"),
@@ -202,7 +199,7 @@ def test_both_roads_learn_from_the_same_comparisons_and_stand_in_one_table(tmp_p
     header = [cell.strip() for cell in table.splitlines()[0].split("|")]
     for line in table.splitlines()[5:7]:
         cells = dict(zip(header, (cell.strip() for cell in line.split("|")), strict=True))
-        assert float(cells["optimality"]) >= 0 and float(cells["KL"]) != 0 and int(cells["MiB"].replace(",", "")) > 100
+        assert float(cells["optimality"]) >= 0 and float(cells["KL"]) != 0
         assert int(cells["steps"]) == 4
     # Other comparisons are another experiment: what DPO made of the old ones is not shown beside them.
     (tmp_path / "out/preferences/train.jsonl").unlink()
