@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.distributions.gaussian import DiagGaussian
+from rl_modules.distributions.independent import DiagGaussian
 
 #: Added to the variance, as in Stable-Baselines3.
 EPSILON = 1e-6

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 _MODULES = {
     "checkpoints": ["Checkpoints"], "config_record": ["ConfigRecord"], "episode_monitor": ["EpisodeMonitor"],
     "recorder": ["EpisodeRecorder", "record_episodes"], "episode_writer": ["EpisodeWriter"],
-    "finite_check": ["FiniteCheck"], "progress": ["StepProgressBar", "TransitionProgressBar"],
-    "reward_threshold": ["StopTrainingOnRewardThreshold"],
+    "stops": ["FiniteCheck", "StopTrainingOnRewardThreshold"],
+    "progress": ["StepProgressBar", "TransitionProgressBar"],
 }  # fmt: skip
 _EXPORTS = {name: f"recipes.callbacks.{module}" for module, names in _MODULES.items() for name in names}
 _EXPORTS["ValuePictures"] = "recipes.pictures"
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from recipes.callbacks.config_record import ConfigRecord
     from recipes.callbacks.episode_monitor import EpisodeMonitor
     from recipes.callbacks.episode_writer import EpisodeWriter
-    from recipes.callbacks.finite_check import FiniteCheck
     from recipes.callbacks.progress import StepProgressBar, TransitionProgressBar
     from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
-    from recipes.callbacks.reward_threshold import StopTrainingOnRewardThreshold
+    from recipes.callbacks.stops import FiniteCheck, StopTrainingOnRewardThreshold
     from recipes.pictures import ValuePictures
 
 

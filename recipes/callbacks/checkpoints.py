@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.curves import log_folder
-from recipes.callbacks.finite_check import FiniteCheck
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.progress import ProgressLines
 from recipes.callbacks.signals import (
@@ -28,6 +27,7 @@ from recipes.callbacks.signals import (
     remove_requeue_checkpoints,
     requeue_signals,
 )
+from recipes.callbacks.stops import FiniteCheck
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 

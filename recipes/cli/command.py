@@ -136,11 +136,9 @@ def _run_alone(command: str, given: Any) -> None:
 
         compare_command(given)
     elif command == "learn":
-        from recipes.cli.learn import learn
-
-        learn(given.folder, opens=not given.copy_only)
+        configs.learn(given.folder, opens=not given.copy_only)
     elif command == "serve":
-        from recipes.cli.serve import serve
+        from recipes.language import serve
 
         serve(given)
     elif command == "export":

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.finite_check import plain_batch
+from recipes.callbacks.stops import plain_batch
 from recipes.cli import runs
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError, visible

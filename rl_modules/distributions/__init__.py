@@ -91,15 +91,15 @@ def make_distribution(
             # As in Stable-Baselines3, the noise does not train the features.
             latent = (latent if latent.dtype is torch.float64 else latent.float()).detach()
             return StateDependentGaussian(parameters, log_std, latent, matrix_shape(space))
-        from rl_modules.distributions.gaussian import DiagGaussian
+        from rl_modules.distributions.independent import DiagGaussian
 
         return DiagGaussian(parameters, log_std, matrix_shape(space))
     if isinstance(space, spaces.MultiDiscrete):
-        from rl_modules.distributions.multi_categorical import MultiCategorical
+        from rl_modules.distributions.independent import MultiCategorical
 
         return MultiCategorical(parameters, space.nvec.tolist())
     if isinstance(space, spaces.MultiBinary):
-        from rl_modules.distributions.bernoulli import Bernoulli
+        from rl_modules.distributions.independent import Bernoulli
 
         return Bernoulli(parameters)
     return Categorical(parameters)

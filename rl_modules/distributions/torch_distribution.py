@@ -59,22 +59,6 @@ class TorchDistribution:
     def kl(self, other: Any) -> Tensor:
         return torch.distributions.kl_divergence(self.distribution, other.distribution)
 
-    def detach(self) -> "TorchDistribution":
-        raise UsageError(f"TRPO needs a detached copy of the policy, which {type(self.distribution).__name__} does not "
-                         "have; return one of rl_modules.distributions")  # fmt: skip
-
-    def rows(self, rows: Tensor) -> "TorchDistribution":
-        raise UsageError(f"{type(self.distribution).__name__} has no rows to choose from; return one of "
-                         "rl_modules.distributions")  # fmt: skip
-
-    def masked(self, mask: Tensor) -> "TorchDistribution":
-        raise UsageError(f"action_mask: {type(self.distribution).__name__} can't be masked; return one of "
-                         "rl_modules.distributions")  # fmt: skip
-
-    def parameters(self) -> Tensor:
-        raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
-                         "not give as one tensor; return one of rl_modules.distributions")  # fmt: skip
-
 
 def _accelerators(parts: Iterable[Any]) -> set[torch.device]:
     """Returns the devices other than the CPU on which distributions draw: those of the tensors that they hold."""

@@ -10,7 +10,7 @@ import torch
 from rl_modules import A2C, PPO, SAC, TQC, TRPO, CrossQ, RecurrentA2C, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.distributions.gaussian import DiagGaussian
+from rl_modules.distributions.independent import DiagGaussian
 from rl_modules.networks.critics import StateDependentPolicy
 from rl_modules.state_dependent_noise import NoiseMatrices, StateDependentGaussian, exploring_act
 from tests.conformance.control import CASES

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from recipes.callbacks.finite_check import plain_batch
+from recipes.callbacks.stops import plain_batch
 from recipes.cli import main
 from tests import chaos
 from tests.marks import quick

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.cli.information import parser_of
-from recipes.cli.serve import serve
+from recipes.language import serve
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.remote import ServerSampler
 from tests.rl_modules.language.sampler_cases import settings, tiny_model
