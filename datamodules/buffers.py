@@ -78,6 +78,12 @@ class ReplayBuffer(Stateful):
         self._changed: list[np.ndarray] = []
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all rows; memory is taken as they are filled."""
+        stores = (getattr(self, name) for name in self.stores)
+        return sum(leaf.nbytes for leaf in [*tree_leaves(self.observation), *stores])
+
+    @property
     def rows_per_step(self) -> int:
         """Rows that a step may take at most: its transition, the end of its episode, and a stack's older frames."""
         return self.incomplete + 2
@@ -246,25 +252,6 @@ class ReplayBuffer(Stateful):
         self.head = like(state["head"], self.head, "head").clone()
 
 
-def replay_bytes(
-    observation_space: spaces.Space,
-    action_space: spaces.Space,
-    n_envs: int,
-    buffer_size: int,
-    prioritized: bool,
-    stack: int = 1,
-    hindsight: bool = False,
-    double: bool = False,
-) -> int:
-    """Returns the bytes of a :class:`ReplayBuffer`, which stores one of ``stack`` frames, and its sampler."""
-    total = (buffer_size // n_envs + 1) * n_envs
-    row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space, double))) // stack
-    row += example_arrays(action_space).nbytes + 2 * torch.int64.itemsize * hindsight
-    flags = torch.float32.itemsize + 2 * torch.bool.itemsize
-    tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
-    return total * (row + flags) + tree
-
-
 def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:
     """Writes ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
     tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)
@@ -290,8 +277,7 @@ def place_buffer(data: Any) -> None:
         raise UsageError(f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
                          "the host; leave one of them out")  # fmt: skip
     if given == "auto" and device.type == "cuda" and not reading:
-        size = sum(x.numel() * x.element_size() for x in tree_leaves(data.replay._here))
-        given = "accelerator" if size <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] else "cpu"
+        given = "accelerator" if data.replay.nbytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] else "cpu"
     if given == "accelerator" and device.type != "cpu":
         data.replay.copy_to(device)
 
@@ -318,24 +304,14 @@ def make_buffer(data: Any) -> ReplayBuffer:
     return buffer
 
 
-def announce_memory(data: Any) -> None:
-    """Reports how much memory the buffer will take, before it is allocated; refuses more than there is."""
+def announce_memory(data: Any, sampler_bytes: int) -> None:
+    """Reports how much memory the buffer and its sampler will take as they are filled; refuses more than there is."""
     local_ranks = data.trainer.num_devices if data.trainer is not None else 1
-    bound, stack = data.checkpoint_buffer_size, 1
-    if data.share_frames:
-        from datamodules.frame_buffer import stack_size
-
-        stack = stack_size(data.observation_space)
-
-    def size(rows: int, prioritized: bool) -> int:
-        return local_ranks * replay_bytes(
-            data.observation_space, data.action_space, data.n_envs, rows, prioritized, stack,
-            bool(data.hparams.n_sampled_goal), data.norm_obs,
-        )  # fmt: skip
-
-    needed, free = size(data.buffer_size, data.prioritized_replay), available_bytes()
+    bound = data.checkpoint_buffer_size
+    needed, free = local_ranks * (data.replay.nbytes + sampler_bytes), available_bytes()
     if is_bounded := bound is not None and bound < data.buffer_size:
-        needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
+        # The copy of its newest rows, while a checkpoint is written.
+        needed += local_ranks * data.replay.nbytes * bound // data.buffer_size
     needs, has = _readable(needed), _readable(free)
     if needed > free:
         raise UsageError(f"buffer_size={data.buffer_size} needs {needs} of memory, but {has} are free; "

@@ -198,8 +198,10 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
                              f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
                              )  # fmt: skip
-        announce_memory(self)
-        self.replay = make_buffer(self)
+        try:
+            self.replay = make_buffer(self)
+        except MemoryError as error:
+            raise UsageError(f"buffer_size={self.buffer_size}: {error}") from error
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
             raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
@@ -209,6 +211,7 @@ class ReplayDataModule(ControlDataModule):
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
         else:
             self.sampler = UniformSampler(self.replay, seed)
+        announce_memory(self, self.sampler.tree.nodes.nbytes if isinstance(self.sampler, PrioritizedSampler) else 0)
         self.replay.on_added = self._on_added
         place_buffer(self)
 

@@ -5,10 +5,8 @@ python -m recipes.dynamic_programming --ckpt_path logs/QLearning-FrozenLake-v1/v
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         options = parser.parse_args(args)
         solve(options.env_id, options.ckpt_path, options.gamma, options.max_episode_steps, options.picture)
-    except UsageError as error:
+    except ValueError as error:  # a UsageError, or what the functional core refuses
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
 
@@ -66,17 +64,16 @@ def solve(
     if max_episode_steps is not None:
         env_kwargs["max_episode_steps"] = max_episode_steps
     env = make_env(str(env_id), env_kwargs, settings.get("wrappers") or ())
-    model = _model(env, str(env_id))
+    model = transition_model(env)
+    if model is None:
+        raise UsageError(f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
+                         "Taxi-v4 have one; wrappers that change observations or rewards hide it, and Taxi's "
+                         "fickle_passenger makes it wrong)")  # fmt: skip
     gamma = gamma if gamma is not None else agent.gamma if agent is not None else 0.99
-    if not 0 <= gamma <= 1:
-        raise UsageError(f"gamma={gamma} must lie in [0, 1]")
     if agent is not None and agent.q.shape != (model.states, model.reward.shape[1]):
         raise UsageError(f"the checkpoint's table is {tuple(agent.q.shape)}, {env_id} needs "
                          f"{(model.states, model.reward.shape[1])}")  # fmt: skip
-    try:
-        q = F.value_iteration(model.transition, model.reward, gamma)[: model.states]
-    except ValueError as error:
-        raise UsageError(f"{env_id} has no solution with gamma={gamma}: {error}") from error
+    q = F.value_iteration(model.transition, model.reward, gamma)[: model.states]
     _report(str(env_id), model, q, gamma, agent)
     if picture is not None:
         _write_picture(picture, q, model, f"{env_id}, exact, γ = {gamma:g}")
@@ -90,15 +87,6 @@ def _load(path: str) -> tuple[Any, dict[str, Any]]:
         raise UsageError(f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
                          "SARSA and QLearning")  # fmt: skip
     return getattr(rl_modules, name).load_from_checkpoint(path, map_location="cpu"), saved
-
-
-def _model(env: gym.Env, env_id: str) -> TransitionModel:
-    model = transition_model(env)
-    if model is None:
-        raise UsageError(f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
-                         "Taxi-v4 have one; wrappers that change observations or rewards hide it, and Taxi's "
-                         "fickle_passenger makes it wrong)")  # fmt: skip
-    return model
 
 
 def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent: Any) -> None:
@@ -152,8 +140,6 @@ def _table(model: TransitionModel, q: Tensor) -> list[str]:
 def _write_picture(path: str, q: Tensor, model: TransitionModel, title: str) -> None:
     if model.cells is None:
         raise UsageError(f"picture={path!r}: only grid worlds can be drawn")
-    if Path(path).suffix != ".png" or not Path(path).parent.is_dir():
-        raise UsageError(f"picture={path!r} must be a .png file in an existing folder")
     from PIL import Image
 
     Image.fromarray(draw_values(q, model, (title,))).save(path)

@@ -1,6 +1,5 @@
 """The end of ``rl fit``: the final evaluation, its record in the loggers, and the summary."""
 
-import inspect
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ import rl_modules
 from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder, write_hparams
+from recipes.cli.classes import settings_of
 from recipes.comparison import METRICS
 from rl_modules.core.curves import write_point
 from rl_modules.loggers import flat_settings
@@ -53,26 +53,25 @@ def reached(trainer: Trainer, model: Any, data: Any) -> tuple[int, dict[str, flo
 
 
 def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
-    """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
-    loggers = trainer.loggers
+    """Returns the final metrics, and whether Ctrl-C stopped their evaluation.
+
+    They are those of test episodes, ``test/…``, or on held-out records, ``eval/…``; none without such records.
+    """
+    if not controls and not data.can_evaluate:
+        return {}, False
+    loggers, trainer.loggers = trainer.loggers, []
     try:
-        return (evaluate_policy if controls else final_metrics)(trainer, model, data), False
-    except KeyboardInterrupt:
-        return {}, True
-    except SystemExit as exit_:
+        trainer.test(model, datamodule=data, verbose=False, weights_only=True)
+    except (KeyboardInterrupt, SystemExit) as exit_:
         # Lightning answers Ctrl-C with `exit(1)`.
-        if not isinstance(exit_.__context__, KeyboardInterrupt):
+        if isinstance(exit_, SystemExit) and not isinstance(exit_.__context__, KeyboardInterrupt):
             raise
         return {}, True
     finally:
         trainer.loggers = loggers
-
-
-def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-    """Plays the test episodes with the final policy; returns the metrics that begin with ``test/``."""
-    trainer.loggers = []  # the caller puts them back
-    trainer.test(model, datamodule=data, verbose=False, weights_only=True)
-    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
+    prefix = "test/" if controls else "eval/"
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if controls or value == value}, False
 
 
 def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:
@@ -202,8 +201,7 @@ def curves_of(trainer: Trainer) -> str:
         if isinstance(logger, TensorBoardLogger):
             # TensorBoard names a run by its folder below the given one; the run's own folder would be named ".".
             parent, name = Path(str(folder)).parent, Path(str(folder)).name
-            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name}), then "
-                          "http://localhost:6006/#custom_scalars for an overview")  # fmt: skip
+            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name})")
         elif isinstance(logger, CSVLogger):
             places.append(str(Path(str(folder)) / "metrics.csv"))
         else:
@@ -220,28 +218,8 @@ def _relative(path: str) -> str:
 
 def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
     """Returns the names of the settings that differ from their defaults."""
-    defaults: dict[str, Any] = {}
-    for owner in owners:
-        for cls in type(owner).__mro__:
-            if "__init__" in vars(cls):
-                for name, p in inspect.signature(cls.__init__).parameters.items():  # type: ignore[misc]
-                    defaults.setdefault(name, p.default)
-    return [name for name, value in settings.items() if _differs(value, defaults.get(name.partition(".")[0]))]
-
-
-def _differs(value: Any, default: Any) -> bool:
-    return value != default and str(value) != str(default)
-
-
-def final_metrics(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-    """Evaluates on all held-out records; returns the last point of the ``eval/*`` curves, none without such records."""
-    if not data.can_evaluate:
-        return {}
-    loggers, trainer.loggers = trainer.loggers, []
-    trainer.test(model, datamodule=data, verbose=False, weights_only=True)
-    trainer.loggers = loggers
-    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
-    return {name: value for name, value in found.items() if value == value}
+    defaults = {name: one.default for owner in owners for name, one in settings_of(type(owner)).items()}
+    return [name for name, value in settings.items() if str(value) != str(defaults.get(name.partition(".")[0]))]
 
 
 def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:

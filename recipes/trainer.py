@@ -14,12 +14,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import run, summary
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.curves import layout_of
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli.terminal import quiet
 from rl_modules.common.errors import UsageError, at_least
-from rl_modules.ranks import launches
 
 
 class Trainer(L.Trainer):
@@ -121,13 +119,9 @@ class Trainer(L.Trainer):
         name = run.run_name(type(model).__name__, data) if data is not None else type(model).__name__
         if self._makes_logger:
             folder = Path(self.default_root_dir) / run.LOGS
-            logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
-            self.loggers = [logger]
+            self.loggers = [TensorBoardLogger(folder, name=name, default_hp_metric=False)]
         self._default_root_dir = self._given_root_dir
         run.begin(self, name)
-        # Forked ranks would wait forever for the writer's thread, which exists only in this process.
-        if self._makes_logger and not launches(self):
-            logger.experiment.add_custom_scalars(layout_of(model))
         if not self._shows_bar or not self.is_global_zero or data is None:
             return
         if sys.stderr.isatty():

@@ -127,15 +127,6 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
     return known[name](**arguments)
 
 
-def check_width(noise: ActionNoise, width: int) -> None:
-    """Refuses a noise whose numbers per dimension do not fit the action."""
-    for name in ("mean", "sigma", "initial_noise"):
-        value = getattr(noise, name, None)
-        if isinstance(value, Tensor) and value.dim() and len(value) != width:
-            raise UsageError(f"action_noise.{name} has {len(value)} numbers, the action has {width}; give one number, "
-                             "or one per dimension")  # fmt: skip
-
-
 def _normal(shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     device = "cpu" if generator is None else generator.device
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).cpu()

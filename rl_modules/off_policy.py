@@ -113,8 +113,6 @@ class OffPolicyActorCritic(ControlModule):
         hp: Any = self.hparams
         pi, qf = tower_widths(self.observation_space, hp.net_arch, ("pi", "qf"), self.default_net_arch)
         bounds = ActionBounds(self.action_space)
-        if self.action_noise is not None:
-            noises.check_width(self.action_noise, bounds.width)
         if hp.get("network") is not None:
             shape = self.n_critics, self.n_outputs
             self.network = custom_policy_and_critics(

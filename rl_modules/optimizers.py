@@ -30,12 +30,8 @@ class RMSpropTFLike(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 7e-4, alpha: float = 0.99, eps: float = 1e-5) -> None:
-        if not lr >= 0:
-            raise UsageError(f"lr={lr} must not be negative")
-        if not 0 <= alpha < 1:
-            raise UsageError(f"alpha={alpha} must lie in [0, 1)")
-        if not eps > 0:
-            raise UsageError(f"eps={eps} must be positive")
+        if not (lr >= 0 and 0 <= alpha < 1 and eps > 0):
+            raise UsageError(f"lr={lr} must not be negative, alpha={alpha} must lie in [0, 1), eps={eps} above 0")
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
 
     @torch.no_grad()

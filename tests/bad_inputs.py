@@ -420,7 +420,6 @@ cli("test with an option of fit", "test --config ppo/cartpole.yaml --ckpt_path {
     "checkpoint.interval_s", "rl fit")  # fmt: skip
 cli("predict to text", "predict --config ppo/cartpole.yaml --ckpt_path {control} --output x.txt", ".csv", ".jsonl")
 cli("predict into no folder", "predict --config ppo/cartpole.yaml --ckpt_path {control} --output no/x.csv", "no")
-cli("record no episodes", "record --config ppo/cartpole.yaml --ckpt_path {control} --episodes 0", "episodes=0")
 cli("record a language model", "record --config sft/addition.yaml --ckpt_path {language}", "rl predict")
 cli("validate with another algorithm's", "validate --config a2c/cartpole.yaml --ckpt_path {control}", "PPO", "A2C")
 cli("validate with a language model's", "validate --config ppo/cartpole.yaml --ckpt_path {language}", "SFT", "PPO")

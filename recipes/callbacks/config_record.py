@@ -1,4 +1,4 @@
-"""The resolved config of a run, as a file and in TensorBoard's TEXT tab, and the layout of its curves."""
+"""The resolved config of a run, as a file and in TensorBoard's TEXT tab."""
 
 import re
 from enum import Enum
@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from recipes.callbacks.curves import layout_of, log_folder
+from recipes.callbacks.curves import log_folder
 
 
 class ConfigRecord(SaveConfigCallback):
@@ -60,7 +60,6 @@ class ConfigRecord(SaveConfigCallback):
         text = self.parser.dump(self.config)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_custom_scalars(layout_of(pl_module))
                 logger.experiment.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import gymnasium as gym
 import lightning as L
-from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import RecordVideo
 from lightning.pytorch.callbacks import Callback
 
@@ -42,14 +41,10 @@ def record_episodes(
         The files, in order.
 
     Raises:
-        UsageError: moviepy is not installed, the environment can't render frames, or it is a vector.
+        UsageError: moviepy is not installed.
     """
     if importlib.util.find_spec("moviepy") is None:
         raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
-    if n_episodes < 1:
-        raise UsageError(f"episodes={n_episodes} must be at least 1")
-    if folder.is_file():
-        raise UsageError(f"the videos would go into the folder {folder}, but that is a file; give another")
     env = environment_to_film(data)
     if (masks := data.environments.mask_source_of(env)) is not None:
         env = with_source(env, masks)
@@ -60,22 +55,11 @@ def record_episodes(
         for episode in range(n_episodes):
             # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
             name = f"{prefix}-{episode}"
-            try:
-                recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
-            except ValueError as error:
-                raise _no_frames(env, data) from error
-            try:
-                with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
-                    seed = episode_seed(stream, episode)
-                    total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)
-            except NotImplementedError as error:  # that of gymnasium.Env.render
-                raise UsageError(f"the environment {data.env_name} has no render method; define one that returns a "
-                                 "frame") from error  # fmt: skip
-            try:
-                recorder.stop_recording()
-            except AssertionError as error:  # Gymnasium gave up at the first frame
-                raise UsageError(f"the environment {data.env_name} renders no frames; have its render return an array "
-                                 "[height, width, 3] of uint8") from error  # fmt: skip
+            recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
+            with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
+                seed = episode_seed(stream, episode)
+                total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)
+            recorder.stop_recording()
             written = folder / f"{name}-episode-0.mp4"
             files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
     env.close()
@@ -87,26 +71,9 @@ def environment_to_film(data: ControlDataModule) -> Any:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     run = data.environments
     try:
-        env = make_env(run.env_id, {**run.eval_env_kwargs, "render_mode": "rgb_array"}, run.eval_wrappers)
-    except UsageError as error:
-        if "unexpected keyword argument 'render_mode'" not in str(error):
-            raise
-        # A callable may choose the mode itself.
-        env = make_env(run.env_id, run.eval_env_kwargs, run.eval_wrappers)
-        if env.render_mode is None:
-            raise UsageError(f"recording makes the environment {data.env_name} with render_mode='rgb_array', which it "
-                             "does not take; give it this argument, and have its render return frames"
-                             ) from error  # fmt: skip
-    if isinstance(env, VectorEnv):
-        raise UsageError(f"recording films one environment, and {data.env_name} makes a vector of {env.num_envs}; give "
-                         "record an env_id that makes one of them")  # fmt: skip
-    return env
-
-
-def _no_frames(env: gym.Env, data: ControlDataModule) -> UsageError:
-    return UsageError(f"the environment {data.env_name} has render_mode={env.render_mode!r} after it was made with "
-                      "render_mode='rgb_array'; recording needs an environment that keeps the argument, and renders "
-                      "frames")  # fmt: skip
+        return make_env(run.env_id, {**run.eval_env_kwargs, "render_mode": "rgb_array"}, run.eval_wrappers)
+    except UsageError:  # a callable may choose the mode itself
+        return make_env(run.env_id, run.eval_env_kwargs, run.eval_wrappers)
 
 
 def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool, max_steps: int) -> float:
@@ -147,7 +114,8 @@ class EpisodeRecorder(Stateful, Callback):
                 env = environment_to_film(data)
                 env.close()
                 if env.render_mode is None:
-                    raise _no_frames(env, data)
+                    raise UsageError(f"recording makes the environment {data.env_name} with render_mode='rgb_array'; "
+                                     "give it this argument, and have its render return frames")  # fmt: skip
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A resumed run may record more often than the one that wrote its checkpoint.

@@ -17,7 +17,7 @@ from datamodules import RolloutDataModule
 from recipes import configs
 from recipes.cli import main
 from recipes.cli.classes import prepared
-from recipes.summary import evaluate_policy
+from recipes.summary import evaluate
 from rl_modules import PPO
 from tests.training import fit
 
@@ -95,7 +95,7 @@ def test_the_final_evaluation_has_every_metric_of_a_test():
     data = RolloutDataModule(lambda: Succeeds(gym.make("CartPole-v1"), 5), n_envs=1, n_steps=8, total_timesteps=16,
                              batch_size=8, eval_freq=0, n_test_episodes=2)  # fmt: skip
     trainer = fit(PPO(net_arch=[8]), data)
-    found = evaluate_policy(trainer, trainer.model, data)
+    found, _ = evaluate(trainer, trainer.model, data, controls=True)
     assert found == trainer.test(trainer.model, datamodule=data, verbose=False)[0]
     assert found["test/mean_ep_length"] == 5 and found["test/success_rate"] == 1
 
