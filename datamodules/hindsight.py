@@ -120,11 +120,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         """``compute_reward`` for goals as they are stored, [M, *goal] each; [M] float32."""
         infos: list[dict[str, Any]] = [{} for _ in range(len(desired))]
         pair = achieved.numpy() + self.start, desired.numpy() + self.start
-        try:
-            reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
-        except KeyError as error:
-            raise UsageError(f"the environment's compute_reward reads {error} from the infos, which replay does not "
-                             "keep; compute rewards from the goals alone") from error  # fmt: skip
+        reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
         if reward.shape != (len(desired),):
             raise UsageError(f"the environment's compute_reward returned an array of shape {reward.shape} for "
                              f"{len(desired)} goals; return one reward per goal")  # fmt: skip
@@ -171,9 +167,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
 def check_hindsight(arguments: Any) -> None:
     """Refuses arguments of a replay datamodule that do not go together."""
-    k, strategy = arguments["n_sampled_goal"], arguments["goal_selection_strategy"]
-    if not k and strategy != "future":
-        raise UsageError(f"goal_selection_strategy={strategy!r} does nothing at n_sampled_goal=0; set that to 4")
+    k = arguments["n_sampled_goal"]
     if k and arguments["n_steps"] != 1:
         raise UsageError(f"n_steps={arguments['n_steps']}: with n_sampled_goal={k} only the reward of one step is "
                          "computed anew; set it to 1")  # fmt: skip

@@ -152,10 +152,6 @@ class ReplayDataModule(ControlDataModule):
         if self.learning_starts >= self.total_timesteps:
             raise UsageError(f"learning_starts={self.learning_starts} must lie in [0, total_timesteps="
                              f"{self.total_timesteps}): nothing would be left to learn in")  # fmt: skip
-        kept = self.checkpoint_buffer_size
-        if kept is not None and kept < self.n_envs:
-            raise UsageError(f"checkpoint_buffer_size={kept} must be at least n_envs={self.n_envs}, a row of each "
-                             "environment; or None for all rows")  # fmt: skip
         check_hindsight(self.hparams)
         self.resolve()
 
@@ -167,9 +163,6 @@ class ReplayDataModule(ControlDataModule):
         self.train_freq, unit = freq if isinstance(freq, tuple | list) else (int(freq), "step")
         self.counts_episodes = unit == "episode"
         self.batch_size = at_least("batch_size", given.batch_size or wanted.batch_size or 32)
-        if self.batch_size > self.buffer_size:
-            raise UsageError(f"batch_size={self.batch_size} must be at most buffer_size={self.buffer_size}, the "
-                             "transitions that it is drawn from")  # fmt: skip
         self.gradient_steps = given.gradient_steps
         per_epoch = given.rollouts_per_epoch
         if self.counts_episodes:

@@ -17,7 +17,6 @@ from pathlib import Path
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
 from recipes.cli.options import Parser
 from recipes.pipeline import Pipeline, check_folder, measured, run_command, stage_options, writing_options
-from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.tokenizer import character_tokenizer
 
 STAGES = ("sft", "grpo", "evaluation")
@@ -49,19 +48,13 @@ def main(args: list[str] | None = None) -> None:
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
     """Returns the pipeline's arguments, and each stage's options by dotted name."""
     parser = Parser("python -m recipes.agent", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--world", default="guess", help=f"one of {', '.join(WORLDS)}")
+    parser.add_argument("--world", default="guess", choices=tuple(WORLDS), help="what the agent acts in")
     parser.add_argument("--folder", help="where everything goes; default: runs/agent/WORLD")
     parser.add_argument("--sft", help="config of the first stage; default: the world's")
     parser.add_argument("--grpo", help="config of the reinforcement learning; default: agent/WORLD.yaml")
     parser.add_argument("--dialogues", type=int, help="scripted dialogues of the first stage; default: the world's")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
-    if given.world not in WORLDS:
-        raise UsageError(
-            f"--world {given.world!r} must be one of {', '.join(WORLDS)}{did_you_mean(given.world, WORLDS)}"
-        )
-    if given.dialogues is not None and given.dialogues < 1:
-        raise UsageError(f"--dialogues {given.dialogues} must be at least 1")
     config, dialogues = STARTS[given.world]
     given.sft, given.dialogues = given.sft or config, given.dialogues or dialogues
     given.folder = given.folder or f"runs/agent/{given.world}"

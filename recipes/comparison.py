@@ -309,10 +309,7 @@ def plot(
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower center", fontsize="small")
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(file, dpi=dpi)
-    except ValueError as error:
-        raise UsageError(f"plot={file}: {error}") from error
+    figure.savefig(file, dpi=dpi)
 
 
 def on_one_axis(curves: Sequence[Sequence[tuple[int, float]]], points: int = 200) -> tuple[np.ndarray, np.ndarray]:

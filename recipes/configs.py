@@ -107,8 +107,6 @@ def copy(name: str, target: str) -> Path:
         path = path / source.name
     if path.exists():
         raise UsageError(f"{path} exists already; choose another name, or remove it first")
-    if not path.parent.is_dir():
-        raise UsageError(f"the folder {path.parent} does not exist")
     shutil.copyfile(source, path)
     return path
 

@@ -34,12 +34,8 @@ def require_room(model: Any, data: Any, fits: bool) -> None:
                          "tokens, prompt and completion together; lower it")  # fmt: skip
 
 
-def export(ckpt_path: str | None, output: str | None, model: str | None = None) -> Path:
+def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
     """Writes a checkpoint's model as a Hugging Face directory."""
-    if ckpt_path is None or output is None:
-        raise UsageError("export takes --ckpt_path PATH and --output FOLDER")
-    if not Path(ckpt_path).is_file():
-        raise UsageError(f"ckpt_path={ckpt_path!r} is not a file; give the path of a .ckpt file")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
@@ -82,8 +78,6 @@ def _policy_alone(checkpoint: dict[str, Any]) -> Any:
 
 def serve(given: Any) -> None:
     """Serves runs that know its token until the process is stopped; a run sends its model and weights."""
-    if not 0 <= given.port < 65536:
-        raise UsageError(f"--port={given.port} must be in 0 to 65535; 0: any free one")
     from rl_modules.language.sampling.engine import NativeEngine
     from rl_modules.language.sampling.server import MakeEngine, Service, make_server
     from rl_modules.language.sampling.vllm import VLLMEngine, unties

@@ -264,8 +264,8 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> di
         try:
             words = rl_words(config, in_one_process(options) if command == "test" else options)
             found[stage] = checked(command, words).datamodule
-        except UsageError as error:
-            raise UsageError(f"stage {stage}: {error}") from error
+        except Exception as error:  # this project's sentence, or one of Lightning's
+            raise UsageError(f"stage {stage}: {' '.join(str(error).split())}") from error
     return found
 
 

@@ -118,10 +118,6 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
     """Checks the settings of all stages before the first one starts."""
     check_folder(given.folder)
-    if given.grpo == "none":
-        raise UsageError("--grpo none: the reinforcement learning needs a config; --cold_start and --final may be none")
-    if given.preference_prompts < 1:
-        raise UsageError(f"preference_prompts={given.preference_prompts} must be at least 1")
     left_out = {name for name in ("cold_start", "final") if getattr(given, name) == "none"}
     stages = [stage for stage in ("cold_start", "grpo", "reward_model", "final") if stage not in left_out]
     if "final" in left_out:

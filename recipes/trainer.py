@@ -17,7 +17,6 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli.terminal import quiet
-from rl_modules.common.errors import UsageError, at_least
 
 
 class Trainer(L.Trainer):
@@ -41,17 +40,12 @@ class Trainer(L.Trainer):
         quiet()
         end_with_starter()
         if threads is not None:
-            threads = at_least("threads", threads)
-        if threads is not None:
             torch.set_num_threads(threads)
         self.evaluates = evaluate
         #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
         self.was_stopped = False
         given = arguments.pop("callbacks", None) or []
         callbacks = list(given) if isinstance(given, list) else [given]
-        if wrong := [callback for callback in callbacks if not isinstance(callback, L.Callback)]:
-            raise UsageError(f"callbacks={wrong[0]!r} is no lightning.Callback; give an instance, such as "
-                             "EarlyStopping(monitor='eval/mean_reward', mode='max')")  # fmt: skip
         is_barebones = bool(arguments.get("barebones"))
         writes = arguments.get("enable_checkpointing") is not False and not is_barebones
         if writes and not any(isinstance(c, Checkpoint) for c in callbacks):
@@ -80,10 +74,6 @@ class Trainer(L.Trainer):
         """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
         given_model, model = model, getattr(model, "_orig_mod", model)  # what `torch.compile` returns holds the module
-        if not isinstance(model, L.LightningModule) or isinstance(model, L.LightningDataModule):
-            given = model.__name__ + " (a class)" if isinstance(model, type) else type(model).__name__
-            raise UsageError(f"fit takes a module and then its data, as in fit(PPO(), RolloutDataModule('CartPole-v1'))"
-                             f"; the first argument is {given}")  # fmt: skip
         started_s = time.monotonic()
         self.was_stopped = False
         self._prepare(model, data)

@@ -95,16 +95,11 @@ class OffPolicyActorCritic(ControlModule):
 
     def check_spaces(self) -> None:
         """Refuses actions that are no bounded Box of floats."""
-        name, space = type(self).__name__, self.action_space
-        if not isinstance(space, spaces.Box):
-            raise UsageError(f"{name} acts with numbers between bounds, for which the action space must be a Box, not "
-                             f"{space}; DQN, PPO, A2C and TRPO fit Discrete")  # fmt: skip
-        if not space.is_bounded("both"):
-            raise UsageError(f"{name} scales its actions to the bounds of the Box, and {space} has infinite ones; take "
-                             "PPO, or bound them with gymnasium.wrappers.TransformAction")  # fmt: skip
-        if not np.issubdtype(space.dtype, np.floating):
-            raise UsageError(f"{name} acts with real numbers, and {space} holds {space.dtype}; PPO fits Discrete and "
-                             "MultiDiscrete actions")  # fmt: skip
+        space = self.action_space
+        if not (isinstance(space, spaces.Box) and space.is_bounded("both") and np.issubdtype(space.dtype, np.floating)):
+            raise UsageError(f"{type(self).__name__} acts with real numbers between bounds, for which the action space "
+                             f"must be a bounded Box of floats, not {space}; DQN, PPO, A2C and TRPO fit Discrete, "
+                             "and gymnasium.wrappers.TransformAction bounds a Box")  # fmt: skip
         super().check_spaces()
 
     # ---------------------------------------------------------------- networks

@@ -11,7 +11,7 @@ from rl_modules.a2c import A2C
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import Minibatch, Rollout, RolloutSource
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution
@@ -95,16 +95,9 @@ class RecurrentMixin(ActorCriticModule):
         """``act``'s state from what ``predict`` was given: zeros where an episode begins."""
         memory = self.initial_state(n)
         if state is not None:
-            given = torch.as_tensor(np.asarray(state)).to(memory)
-            if given.shape != memory.shape:
-                raise UsageError(f"state has shape {tuple(given.shape)}; {n} observations have {tuple(memory.shape)}: "
-                                 "give what predict returned, or None for new episodes")  # fmt: skip
-            memory = given
+            memory = torch.as_tensor(np.asarray(state)).to(memory).view_as(memory)
         if episode_start is not None:
             begins = torch.as_tensor(np.asarray(episode_start, bool).reshape(-1), device=memory.device)
-            if len(begins) not in (1, n):
-                raise UsageError(f"episode_start has {len(begins)} values for {n} observations: give one per "
-                                 "observation, or a single one for all")  # fmt: skip
             memory = memory * ~begins.expand(n)[:, None, None]
         return {"state": memory}
 
@@ -115,9 +108,6 @@ class RecurrentMixin(ActorCriticModule):
     ) -> tuple[Distribution, Tensor]:
         """Returns π(·|s) and V(s) along sequences, both flat over [B·L]."""
         first = tree_leaves(split_mask(observation)[0])[0]
-        if first.ndim != 2 + np.ndim(tree_leaves(example_arrays(self.observation_space))[0]):
-            raise UsageError(f"observation has shape {tuple(first.shape)}; a policy with memory reads sequences, "
-                             "[B, L, *obs]; to act, call act or predict")  # fmt: skip
         if state is None:
             state = self.initial_state(len(first))
         return self._evaluate(observation, state, starts)[:2]

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
 from rl_modules.base import beside_network, sde_sample_freq, use_sde, without_sde
-from rl_modules.common.arguments import settings_before, settings_of
+from rl_modules.common.arguments import settings_before
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch, Replayed
 from rl_modules.core.settings import setting
@@ -148,11 +148,6 @@ class SAC(OffPolicyActorCritic):
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores a run; a new value of ``ent_coef`` overrides the checkpoint's α."""
         super()._on_load_checkpoint(checkpoint)
-        if self.is_fitting and ("log_ent_coef" in checkpoint["state_dict"]) != self.learns_ent_coef:
-            before = settings_of(checkpoint).get("ent_coef")
-            raise UsageError(f"ent_coef={self.hparams['ent_coef']!r} (it has {before!r}): the optimizer's state in the "
-                             "checkpoint is for the other kind, learned or fixed; resume with the same kind, or start "
-                             "from its weights by init_from")  # fmt: skip
         checkpoint["state_dict"] = self.weights_to_start_from(checkpoint)
 
     # ---------------------------------------------------------------- acting and learning

@@ -134,16 +134,11 @@ class TabularControl(ControlModule):
 
     def check_spaces(self) -> None:
         """Refuses spaces without a finite table."""
-        name = type(self).__name__
-        if not isinstance(self.observation_space, spaces.Discrete):
-            advice = "DQN, REINFORCE, A2C, TRPO and PPO fit"
-            if isinstance(self.observation_space, spaces.Tuple | spaces.MultiDiscrete | spaces.MultiBinary):
-                advice = "the wrapper datamodules.envs.discrete.FlattenDiscrete numbers tuples of Discrete"
-            raise UsageError(f"{name} looks values up in a table, for which the observation space must be Discrete, "
-                             f"not {self.observation_space}; {advice}")  # fmt: skip
-        if not isinstance(self.action_space, spaces.Discrete):
-            raise UsageError(f"{name} looks values up in a table, for which the action space must be Discrete, not "
-                             f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
+        for name, space in (("observation", self.observation_space), ("action", self.action_space)):
+            if not isinstance(space, spaces.Discrete):
+                raise UsageError(f"{type(self).__name__} looks values up in a table, for which the {name} space must "
+                                 f"be Discrete, not {space}; A2C, TRPO and PPO fit, and the wrapper "
+                                 "datamodules.envs.discrete.FlattenDiscrete numbers tuples of Discrete")  # fmt: skip
 
     def build_network(self) -> None:
         n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)

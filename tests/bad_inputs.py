@@ -24,7 +24,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from recipes import Trainer, configs, r1, rlhf
+from recipes import configs, r1, rlhf
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules import (
     A2C,
@@ -1115,7 +1115,6 @@ cartpole("--data.env_id Pong-v0", "'Pong-v0'", "ALE/Pong-v5")
 cartpole("--data.env_id MiniGrid-Empty-5x5-v0", "'MiniGrid-Empty-5x5-v0'", "minigrid:", "my_module:make_env")
 DQN_CARTPOLE = ("fit", "--config", "dqn/cartpole.yaml")
 for option, says in {
-    "data.batch_size 200000": ("batch_size=200000", "buffer_size=100000"),
     "data.env_id Pendulum-v1": ("DQN", "Discrete", "Box"),
 }.items():
     cli(f"dqn --{option}", [*DQN_CARTPOLE, *f"--{option}".split(" ", 1)], *says)
@@ -1188,12 +1187,3 @@ python(
 )
 python("env_kwargs is a list", lambda p: fit(PPO(), rollouts(env_kwargs=[1])), r"env_kwargs=\[1\]", "dict")
 python("n_envs is a truth value", lambda p: RolloutDataModule("CartPole-v1", n_envs=True), "n_envs=True", "number")
-python("threads of the Trainer", lambda p: Trainer(threads=0), "threads=0", "at least 1")
-python("a callback's name", lambda p: Trainer(callbacks="EarlyStopping"), "'EarlyStopping'", "Callback")
-python(
-    "fit the wrong way round",
-    lambda p: Trainer(logger=False).fit(rollouts(), PPO()),
-    "RolloutDataModule",
-    "fit takes a",
-)
-python("fit a class", lambda p: Trainer(logger=False).fit(PPO, rollouts()), r"PPO \(a class\)", "fit takes a")

@@ -4,26 +4,18 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_modules.common.errors import UsageError
-
 
 class PressFire(gym.Wrapper):
     """Starts the game: presses the button after a reset, and again when a life was lost.
 
     Breakout does not move before this, and never under a greedy policy that has not learned to press. Put this wrapper
     innermost, around an environment made with ``frameskip=1``: each press takes one frame.
-
-    Raises:
-        UsageError: the game has no such button.
     """
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
-        meanings = env.unwrapped.get_action_meanings() if hasattr(env.unwrapped, "get_action_meanings") else []
-        if "FIRE" not in meanings:
-            raise UsageError(f"wrappers: PressFire is for Atari games with a FIRE action; {env.unwrapped} has "
-                             f"{', '.join(meanings) or 'none with names'}")  # fmt: skip
-        self.fire = meanings.index("FIRE")
+        game: Any = env.unwrapped
+        self.fire = game.get_action_meanings().index("FIRE")
         self.lives = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -46,9 +38,6 @@ class EpisodicLife(gym.Wrapper):
 
     For training only (Mnih et al. 2015): give ``eval_wrappers`` without it, so that evaluation plays whole games. It
     belongs around AtariPreprocessing and inside of FrameStackObservation.
-
-    Raises:
-        UsageError: the environment reports no ``lives``.
     """
 
     def __init__(self, env: gym.Env) -> None:
@@ -68,9 +57,6 @@ class EpisodicLife(gym.Wrapper):
                 self.continues_game = False
         if not self.continues_game:
             observation, info = self.env.reset(seed=seed, options=options)
-        if "lives" not in info:
-            raise UsageError(f"wrappers: EpisodicLife is for games that report info['lives'], as those of Atari; "
-                             f"{self.env.unwrapped} does not")  # fmt: skip
         self.begins_anew = False
         self.lives = info["lives"]
         return observation, info

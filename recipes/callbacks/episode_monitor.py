@@ -9,7 +9,6 @@ from typing import IO, Any
 
 import lightning as L
 
-from datamodules.base import ControlDataModule
 from rl_modules.common.errors import UsageError
 from rl_modules.ranks import gather_ranks
 
@@ -31,16 +30,12 @@ class EpisodeMonitor(L.Callback):
         info_keywords: entries of the info at an episode's end to write beside them, numbers or texts.
 
     Raises:
-        UsageError: ``info_keywords`` are not distinct names other than the columns'; in training, an info lacks one.
+        UsageError: in training, an info lacks one of ``info_keywords``; a resumed run has others.
     """
 
     def __init__(self, folder: str | Path | None = None, info_keywords: Sequence[str] = ()) -> None:
         super().__init__()
         self.folder = folder
-        names = [*COLUMNS, *info_keywords]
-        if isinstance(info_keywords, str) or len(set(names)) < len(names):
-            raise UsageError(f"info_keywords={info_keywords!r} must be a list of names, each once, other than "
-                             f"{', '.join(COLUMNS)}")  # fmt: skip
         self.info_keywords = tuple(info_keywords)
         self._trainer: L.Trainer | None = None
         self._file: IO[str] | None = None
@@ -63,10 +58,7 @@ class EpisodeMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        data = getattr(trainer, "datamodule", None)
-        if not isinstance(data, ControlDataModule):
-            raise UsageError(f"EpisodeMonitor writes episodes of environments, which {type(data).__name__} has not; "
-                             "leave it out")  # fmt: skip
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._trainer, self._saved = trainer, None
         self._file, self._early = None, []
         data.collector.episodes.on_finished = self._write

@@ -21,7 +21,7 @@ class EpisodeWriter(BasePredictionWriter):
         path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
 
     Raises:
-        UsageError: another ending, or a folder that does not exist.
+        UsageError: another ending.
     """
 
     #: Name of what one row describes, for the message.
@@ -32,8 +32,6 @@ class EpisodeWriter(BasePredictionWriter):
         self.path = Path(path)
         if self.path.suffix not in (".csv", ".jsonl"):
             raise UsageError(f"output={path!r} must end in .csv or .jsonl")
-        if not self.path.parent.is_dir():
-            raise UsageError(f"output={path!r}: the folder {self.path.parent} does not exist")
 
     @rank_zero_only
     def write_on_epoch_end(
@@ -77,8 +75,6 @@ class CompletionWriter(EpisodeWriter):
                 for i, texts in enumerate(batch["texts"]):
                     rows.append({**texts, **{name: values[i] for name, values in rewards.items()}})
                 continue
-            if "texts" not in batch:
-                raise UsageError("this algorithm writes no completions; `rl test` shows its metrics")
             correct = None if batch["correct"] is None else batch["correct"].flatten().tolist()
             for i, (prompt, text) in enumerate(zip(batch["prompts"], batch["texts"], strict=True)):
                 row = {"prompt": prompt, "completion": text, "length": int(batch["length"][i]),

@@ -33,10 +33,7 @@ class TorchDistribution:
             return self.distribution.sample()
 
     def mode(self) -> Tensor:
-        try:
-            return self.distribution.mode.detach()
-        except NotImplementedError as error:
-            raise self._lacks("mode, the action of evaluations") from error
+        return self.distribution.mode.detach()
 
     def log_prob(self, action: Tensor) -> Tensor:
         log_prob = self.distribution.log_prob(action)
@@ -47,14 +44,7 @@ class TorchDistribution:
         return log_prob
 
     def entropy(self) -> Tensor:
-        try:
-            return self.distribution.entropy()
-        except NotImplementedError as error:
-            raise self._lacks("entropy, or an estimate such as minus the log-probability of a sample") from error
-
-    def _lacks(self, what: str) -> UsageError:
-        name = type(self.distribution).__name__
-        return UsageError(f"the policy's {name} has no {what}; return a subclass of {name} that defines it")
+        return self.distribution.entropy()
 
     def kl(self, other: Any) -> Tensor:
         return torch.distributions.kl_divergence(self.distribution, other.distribution)

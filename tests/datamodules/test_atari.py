@@ -8,7 +8,6 @@ from gymnasium import spaces
 from datamodules import ReplayDataModule
 from datamodules.envs.atari import EpisodicLife
 from datamodules.envs.episodes import SeededEpisodes
-from datamodules.envs.vector import make_vector_env
 from rl_modules import DQN
 from rl_modules.common.errors import UsageError
 from tests.marks import quick
@@ -106,11 +105,6 @@ def test_evaluation_plays_whole_games():
     trainer = fit(DQN(), data)
     lengths = data.metrics()["rollout/ep_len_mean"]
     assert trainer.callback_metrics["eval/mean_ep_length"] > 1.5 * lengths
-
-
-def test_what_has_no_lives_is_one_sentence():
-    with pytest.raises(UsageError, match=r"EpisodicLife is for games that report info\['lives'\]"):
-        make_vector_env("CartPole-v1", 1, wrappers=[LIFE]).reset(seed=[0])
 
 
 @pytest.mark.long

@@ -193,8 +193,6 @@ def test_a_bounded_checkpoint_says_what_is_lost(tmp_path, caplog):
     assert len(buffer["valid"]) == 21
     with pytest.warns(UserWarning, match=r"newest 21 of \d+ rows of the replay buffer: the older transitions are lost"):
         fit(DQN(), replay(**{**arguments, "total_timesteps": 96}), tmp_path / "a.ckpt")
-    with pytest.raises(UsageError, match=r"checkpoint_buffer_size=1 must be at least n_envs=2"):
-        replay(checkpoint_buffer_size=1, n_envs=2)
 
 
 def test_full_ring_without_episode_ends_holds_buffer_size_transitions():
@@ -845,6 +843,5 @@ def test_actions_that_no_buffer_stores_are_refused(algorithm, space):
     class Acts(gym.Env):
         observation_space, action_space = spaces.Discrete(2), space
 
-    name = type(space).__name__
-    with pytest.raises(UsageError, match=rf"Acts has the action space {name}\(.*stores actions of Box, Disc"):
+    with pytest.raises(UsageError, match=r"has the action space .* stores actions of Box, Disc"):
         fit(algorithm(net_arch=[8]), ReplayDataModule(Acts, eval_freq=0))

@@ -210,13 +210,9 @@ def test_actions_reach_the_boxs_bounds_and_come_back(space: spaces.Box) -> None:
     torch.testing.assert_close(bounds.from_box(there), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [(spaces.Discrete(3), "must be a Box, not Discrete"), (spaces.Box(-np.inf, 1, (2,)), "has infinite ones"),
-     (spaces.Box(0, 5, (2,), np.int64), "acts with real numbers")],
-)  # fmt: skip
-def test_spaces_that_do_not_fit(space: spaces.Space, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-np.inf, 1, (2,)), spaces.Box(0, 5, (2,), np.int64)])
+def test_spaces_that_do_not_fit(space: spaces.Space) -> None:
+    with pytest.raises(UsageError, match="must be a bounded Box of floats, not"):
         made(action_space=space)
 
 
@@ -452,8 +448,6 @@ def test_acting_explores_and_predicting_does_not() -> None:
     action, _ = model.predict(observation.numpy())
     assert (action < np.array([2.0, 10.0])).all()
     assert model.hparams["action_noise"] == noise  # as given
-    with pytest.raises(UsageError, match="action_noise.sigma has 3 numbers, the action has 2"):
-        made(action_noise={"class_path": "NormalActionNoise", "init_args": {"sigma": [0.1, 0.1, 0.1]}})
 
 
 @pytest.mark.slow
