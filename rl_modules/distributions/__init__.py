@@ -54,7 +54,8 @@ def as_distribution(policy: Any) -> Distribution:
         return policy
     from rl_modules.distributions.torch_distribution import TorchDistribution
 
-    return TorchDistribution(policy)
+    wrapped: Any = TorchDistribution(policy)  # without rows, masks and parameters
+    return wrapped
 
 
 def parameter_count(space: spaces.Space) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import FORBIDDEN
 from rl_modules.distributions.categorical import Categorical
 
@@ -53,6 +54,9 @@ class DiagGaussian:
 
     def rows(self, rows: Tensor) -> "DiagGaussian":
         return DiagGaussian(self.mean[rows], self.log_std.expand_as(self.mean)[rows], self.shape)
+
+    def masked(self, mask: Tensor) -> "DiagGaussian":
+        raise UsageError("action_mask: a Box has no single actions that a mask could forbid; leave it out")
 
     def parameters(self) -> Tensor:
         return torch.cat([self.mean, self.log_std.expand_as(self.mean)], dim=-1).detach()
