@@ -11,7 +11,7 @@ from torch import Tensor
 from datamodules.collector import Collector
 from datamodules.envs.boundary import require_finite
 from datamodules.envs.foreign import ForeignBoundary
-from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
+from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.normalization import Normalizers
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.contract import Act, Rollout
@@ -23,6 +23,7 @@ class TensorCollector(Collector):
     """Collects rollouts from environments of torch tensors; numbers go to the host once per rollout."""
 
     boundary: ForeignBoundary
+    envs: Any
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""
@@ -130,17 +131,17 @@ class TensorCollector(Collector):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        state, vector = super().state_dict(), torch_env(self.envs)
-        return state if vector is None else {**state, "vector": vector.state_dict()}
+        state, envs = super().state_dict(), self.envs
+        return {**state, "vector": envs.state_dict()} if hasattr(envs, "state_dict") else state
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
-        if (vector := torch_env(self.envs)) is None:
+        if not hasattr(self.envs, "state_dict"):
             super().load_state_dict(state, device)
             return
         self.begun_anew[:] = False
         state = {**state, "normalizers": None} if self.normalizers is None else state
         Stateful.load_state_dict(self, state, device)
-        vector.load_state_dict(state["vector"])
+        self.envs.load_state_dict(state["vector"])
 
     def _observe(self, raw: Any) -> None:
         self._observation = self._raw = self._tensors(raw)

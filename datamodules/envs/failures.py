@@ -10,7 +10,17 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
 #: Extras of this project, by the package that an environment imports.
-EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
+EXTRAS = {
+    "jax": "jax",
+    "brax": "jax",
+    "mujoco_playground": "jax",
+    "box2d": "box2d",
+    "mujoco": "mujoco",
+    "ale": "atari",
+    "atari": "atari",
+    "cv2": "atari",
+    "opencv": "atari",
+}
 
 #: Games that other libraries call by their name alone.
 _GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider", "Enduro", "MsPacman", "Freeway")

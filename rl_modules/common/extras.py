@@ -8,6 +8,7 @@ PACKAGES = {
     "box2d": ("gymnasium[box2d]",),
     "mujoco": ("gymnasium[mujoco]",),
     "atari": ("ale-py>=0.10", "opencv-python-headless>=4.8"),
+    "jax": ("brax>=0.14", "playground>=0.2"),
     "sweep": ("optuna>=4",),
     "compare": ("pandas>=2.2", "matplotlib>=3.8", "rliable>=1.2"),
     "video": ("moviepy>=2.1", "gymnasium[classic-control]"),

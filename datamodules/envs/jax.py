@@ -1,0 +1,138 @@
+"""Environments in JAX, such as those of Brax and MuJoCo Playground, as a vector of torch tensors."""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import Tensor
+
+from datamodules.envs.failures import missing_extra
+from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint import unpack
+from rl_modules.core.state import pack
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of the GPU's memory
+try:
+    import jax
+    from jax import numpy as jnp
+except ModuleNotFoundError as error:
+    raise UsageError(missing_extra("an environment in JAX", str(error))) from error
+
+
+class JaxVector(VectorEnv):
+    """N environments in one compiled program, which share the memory of their tensors with torch.
+
+    An episode that ends begins anew in the same step, from a new state of ``reset``; its final observation is in the
+    infos, so that the value after a time limit is that of the true successor.
+
+    Args:
+        env: what Brax and MuJoCo Playground call an environment: ``reset(key)`` and ``step(state, action)`` return a
+            state with ``obs``, ``reward`` and ``done``; ``action_size`` numbers in [-1, 1] are an action.
+        num_envs: N.
+        episode_length: steps after which an episode is truncated.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}  # noqa: RUF012 (Gymnasium reads it)
+
+    def __init__(self, env: Any, num_envs: int = 128, episode_length: int = 1000) -> None:
+        self.num_envs, self.episode_length = num_envs, episode_length
+        reset, step = jax.vmap(env.reset), jax.vmap(env.step)
+
+        def begin(key: Any) -> Any:
+            key, new = jax.random.split(key)
+            return reset(jax.random.split(new, num_envs)), jnp.zeros(num_envs, jnp.int32), key
+
+        def follow(state: Any, steps: Any, key: Any, action: Any) -> Any:
+            following, steps = step(state, action), steps + 1
+            terminated, truncated = following.done > 0, steps >= episode_length
+            done = terminated | truncated
+            key, new = jax.random.split(key)
+            # A reset takes longer than a step: it is computed in steps with an episode's end alone.
+            fresh = jax.lax.cond(done.any(), lambda: reset(jax.random.split(new, num_envs)), lambda: following)
+
+            def chosen(old: Any, new: Any) -> Any:
+                if old.shape[:1] != (num_envs,):  # MuJoCo's empty parts
+                    return old
+                return jnp.where(done.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+            state = jax.tree.map(chosen, following, fresh)
+            return (state, jnp.where(done, 0, steps), key), (following.obs, following.reward, terminated, truncated)
+
+        self._begin, self._follow = jax.jit(begin), jax.jit(follow)
+        self._now: Any = self._begin(jax.random.PRNGKey(0))
+        self.single_observation_space = _space_of(self._now[0].obs)
+        self.single_action_space = spaces.Box(-1.0, 1.0, (int(env.action_size),), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        key = self._now[2] if seed is None else jax.random.PRNGKey(int(np.ravel(seed)[0]) % 2**31)
+        self._now = self._begin(key)
+        return _tensors(self._now[0].obs), {}
+
+    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+        self._now, returned = self._follow(*self._now, jnp.from_dlpack(actions.detach().contiguous()))
+        final, reward, terminated, truncated = _tensors(returned)
+        return _tensors(self._now[0].obs), reward, terminated, truncated, {"final_obs": final}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps depend on."""
+        return {"leaves": [pack(np.asarray(leaf)) for leaf in jax.tree.leaves(self._now)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        here, kinds = jax.tree.flatten(self._now)
+        if len(here) != len(state["leaves"]):
+            raise UsageError(f"the checkpoint holds {len(state['leaves'])} arrays of the environments' state, this "
+                             f"simulator has {len(here)}; resume with the version that it was written with"
+                             )  # fmt: skip
+        leaves = [jnp.asarray(unpack(saved, np.array(leaf), "vector"))
+                  for saved, leaf in zip(state["leaves"], here, strict=True)]  # fmt: skip
+        self._now = jax.tree.unflatten(kinds, leaves)
+
+
+def brax(name: str, num_envs: int = 128, episode_length: int = 1000, **arguments: Any) -> JaxVector:
+    """Makes environments of Brax, as ``env_id: datamodules.envs.jax:brax`` with ``env_kwargs: {name: ant}``.
+
+    Args:
+        name: of the environment, such as ``ant``.
+        num_envs: how many step together.
+        episode_length: steps after which an episode is truncated.
+        **arguments: of the environment, such as ``backend``.
+    """
+    try:
+        from brax import envs
+    except ModuleNotFoundError as error:
+        raise UsageError(missing_extra(f"the environment {name}", str(error))) from error
+    return JaxVector(envs.get_environment(name, **arguments), num_envs, episode_length)
+
+
+def playground(name: str, num_envs: int = 128, episode_length: int = 1000, **overrides: Any) -> JaxVector:
+    """Makes environments of MuJoCo Playground, as ``env_id: datamodules.envs.jax:playground``.
+
+    Args:
+        name: of the environment, such as ``CartpoleBalance``.
+        num_envs: how many step together.
+        episode_length: steps after which an episode is truncated.
+        **overrides: of the environment's configuration, such as ``impl: jax``.
+    """
+    try:
+        from mujoco_playground import registry
+    except ModuleNotFoundError as error:
+        raise UsageError(missing_extra(f"the environment {name}", str(error))) from error
+    return JaxVector(registry.load(name, config_overrides=overrides), num_envs, episode_length)
+
+
+def _space_of(observation: Any) -> spaces.Space:
+    """The space of one of a batch of observations."""
+    if isinstance(observation, dict):
+        return spaces.Dict({name: _space_of(part) for name, part in observation.items()})
+    return spaces.Box(-np.inf, np.inf, observation.shape[1:], np.float32)
+
+
+def _tensors(values: Any) -> Any:
+    """Arrays of JAX as tensors in the same memory, which nothing may write into."""
+    return jax.tree.map(torch.from_dlpack, values)
