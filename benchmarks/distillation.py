@@ -17,7 +17,7 @@ from torch import Tensor
 from datamodules import PromptDataModule
 from rl_modules import Distillation
 from rl_modules import functional as F
-from rl_modules.language.logits import logits_at
+from rl_modules.language.scoring import logits_at
 
 #: Probability of all wrong tokens together.
 WRONG = 1e-3

@@ -198,8 +198,8 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
     @torch.no_grad()
     def score(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+        from rl_modules.language.critics import sequence_scores
         from rl_modules.language.rereading import right_padded
-        from rl_modules.language.scoring import sequence_scores
 
         judge, encoder = loaded()
         asked, (answers,) = encoder.answered(prompts, list(map(text_of, completions)))

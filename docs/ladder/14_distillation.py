@@ -54,7 +54,7 @@ from recipes.agent import write_records
 from recipes.one_world import dialogue_return
 from rl_modules import SFT, Distillation
 from rl_modules import functional as F
-from rl_modules.language.logits import logits_at
+from rl_modules.language.scoring import logits_at
 
 p = torch.tensor([0.49, 0.01, 0.01, 0.49])
 theta = torch.linspace(0.001, 0.999, 999)

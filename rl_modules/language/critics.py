@@ -1,4 +1,4 @@
-"""Value models: a copy of a reward model or of the policy's body, or a head on the policy."""
+"""Scores of texts by reward and value models, and what a value model begins as: a copy of either, or a head."""
 
 import copy
 from typing import Any
@@ -96,3 +96,41 @@ class HeadOnPolicy(nn.Module):
         with torch.autocast(before.device.type, enabled=False):  # values are not rounded to 16 bits
             value = self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
         return log_prob, spread, value
+
+
+# ---------------------------------------------------------------- scores
+
+
+def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
+    """Computes V of the state before each completion token, which is the text up to there, [b, L] float32."""
+    place = completion_positions(prompt_length, length, width) - 1
+    return score_head(model, _gather_states(_hidden(model, tokens), place)).squeeze(-1).float()
+
+
+def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
+    """Returns the score of each sequence, [b] float32, read at its last token by length, not by a pad id."""
+    states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
+    return score_head(model, states).view(-1).float()
+
+
+def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tensor:
+    """Computes scores of the text up to some places of a batch, [m] float32."""
+    states = _hidden(model, tokens, **inputs).flatten(0, 1).index_select(0, place)
+    return score_head(model, states).view(-1).float()
+
+
+def score_head(model: Any, states: Tensor) -> Tensor:
+    """The head's output for hidden states, [..., 1], in its own dtype, which autocast would round."""
+    head = transformers_model(model).score
+    dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states.to(dtype))
+
+
+def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+    """Returns the last layer's states, [b, T, hidden]."""
+    return transformers_model(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+
+
+def _gather_states(states: Tensor, place: Tensor) -> Tensor:
+    return states.gather(1, place.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

@@ -12,11 +12,10 @@ from rl_modules.core.settings import fixed, setting
 from rl_modules.language.architecture import text_config
 from rl_modules.language.completion_metrics import length_metrics, moments, record_completions, table_is_due
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
-from rl_modules.language.logits import logits_by_tiles
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
-from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, written_mask
+from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, logits_by_tiles, written_mask
 
 
 class Distillation(PolicyWithReference):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.language.logits import logits_at
-from rl_modules.language.scoring import scores_at
+from rl_modules.language.critics import scores_at
+from rl_modules.language.scoring import logits_at
 
 
 def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

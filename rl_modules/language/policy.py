@@ -12,11 +12,10 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.language.base import LanguageModule
-from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_sampler, make_sampler
 from rl_modules.language.sampling.protocol import RowListener
-from rl_modules.language.scoring import tokens_written
+from rl_modules.language.scoring import prepare_head, tokens_written
 from rl_modules.language.throughput import Stopwatch
 
 

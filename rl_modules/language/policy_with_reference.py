@@ -17,7 +17,7 @@ from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import max_length, plain_config
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
-from rl_modules.language.scoring import completion_log_probs, sequence_scores
+from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 if TYPE_CHECKING:
@@ -215,24 +215,16 @@ class PolicyWithReference(LanguagePolicy):
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
         """Returns the reward model's score of whole texts minus its offset, [b]."""
-        require_room("reward model", self.reward_model, tokens)
+        from rl_modules.language.critics import sequence_scores
+
+        self.require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
         """Returns the reward model's score of each completion minus its offset, [B]."""
-        from rl_modules.language.rereading import encode_again, with_ended_turns
+        from rl_modules.language.rereading import scores_of
 
-        longest = max_length(self.reward_model.config)
-        if self.reward_tokenizer is None:
-            ended = with_ended_turns(rollout, self.tokenizer, longest)
-            return self.in_parts(ended, lambda *text: {"score": self.scores(*text)})["score"]
-        asked, texts, finished = rollout["asked"], rollout["texts"], rollout["finished"].tolist()
-        tokens, length = encode_again(self.reward_tokenizer, asked, texts, finished, longest)
-        scores = torch.zeros(len(length), dtype=torch.float32, device=self.device)
-        for rows in length.argsort(stable=True).split(self.forward_rows):
-            part = tokens[rows, : int(length[rows].max())].to(self.device)
-            scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
-        return scores - self.reward_offset
+        return scores_of(self, rollout)
 
     def filter_of(self, fields: dict[str, Any]) -> "Filter | None":
         """Returns how sampling changed the distribution of completions, for log-probabilities of the same."""
@@ -253,9 +245,17 @@ class PolicyWithReference(LanguagePolicy):
     ) -> Tensor:
         """Returns log π_ref of the completions' tokens, [b, L]."""
         with self.reference_model() as reference:
-            require_room("reference", reference, tokens)
+            self.require_room("reference", reference, tokens)
             text = (tokens, prompt_length, length)
             return completion_log_probs(reference, *text, self.temperature, filtered=filtered)[0]
+
+    @staticmethod
+    def require_room(name: str, model: Any, tokens: Tensor) -> None:
+        """Refuses texts that are longer than the context of the reference or reward model."""
+        longest = max_length(model.config)
+        if tokens.shape[1] > longest:
+            raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
+                             "lower max_completion_length")  # fmt: skip
 
     def in_parts(
         self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: "Filter | None" = None
@@ -320,11 +320,3 @@ class PolicyWithReference(LanguagePolicy):
             return x
         rows: Any = self.all_gather(x)
         return rows.flatten(0, 1)
-
-
-def require_room(name: str, model: Any, tokens: Tensor) -> None:
-    """Refuses texts that are longer than the context of the reference or reward model."""
-    longest = max_length(model.config)
-    if tokens.shape[1] > longest:
-        raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
-                         "lower max_completion_length")  # fmt: skip

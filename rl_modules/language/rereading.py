@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.architecture import max_length
+from rl_modules.language.critics import sequence_scores
 
 Prompts = Sequence[str | list[dict[str, Any]]]
 
@@ -77,3 +79,19 @@ def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Rows of token ids as one tensor [B, T], and each row's length, [B]."""
     length = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True), length
+
+
+def scores_of(policy: Any, rollout: dict[str, Any]) -> Tensor:
+    """The score that a policy's reward model gives each completion, minus its offset, [B]."""
+    longest = max_length(policy.reward_model.config)
+    if policy.reward_tokenizer is None:
+        ended = with_ended_turns(rollout, policy.tokenizer, longest)
+        scores: Tensor = policy.in_parts(ended, lambda *text: {"score": policy.scores(*text)})["score"]
+        return scores
+    asked, texts, finished = rollout["asked"], rollout["texts"], rollout["finished"].tolist()
+    tokens, length = encode_again(policy.reward_tokenizer, asked, texts, finished, longest)
+    scores = torch.zeros(len(length), dtype=torch.float32, device=policy.device)
+    for rows in length.argsort(stable=True).split(policy.forward_rows):
+        part = tokens[rows, : int(length[rows].max())].to(policy.device)
+        scores[rows.to(policy.device)] = sequence_scores(policy.reward_model, part, length[rows].to(policy.device))
+    return scores - policy.reward_offset

@@ -20,6 +20,7 @@ from rl_modules.core.settings import changed, setting
 from rl_modules.core.state import persistent
 from rl_modules.language.architecture import make_config, text_config
 from rl_modules.language.base import LanguageModule
+from rl_modules.language.critics import sequence_scores
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.judges import check_same_tokens
@@ -28,7 +29,6 @@ from rl_modules.language.models import make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
-from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import load_tokenizer
 
 

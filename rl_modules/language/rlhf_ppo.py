@@ -11,10 +11,9 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics, record_completions, table_is_due
-from rl_modules.language.critics import HeadOnPolicy, value_model_from, value_model_from_policy
+from rl_modules.language.critics import HeadOnPolicy, token_values, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
 from rl_modules.language.judges import check_same_tokens
-from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import (
@@ -23,7 +22,7 @@ from rl_modules.language.scoring import (
     completion_mask,
     extent_in,
     extent_of,
-    token_values,
+    log_probs_at,
     written_mask,
 )
 

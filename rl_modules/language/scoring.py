@@ -1,4 +1,4 @@
-"""Evaluation of given texts by a model: log-probabilities of completions, scores of sequences, values of tokens.
+"""Log-probabilities of given texts by a model: of completions, and of tokens from the logits of chosen places.
 
 Tokens are [b, T], prompts with their completions; prompt_length and length are [b] and at least 1; masks and results
 are [b, L] with L the longest completion.
@@ -9,17 +9,18 @@ mask, and positions count from 0 by default.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.language.architecture import transformers_model
-from rl_modules.language.logits import is_large, log_probs_at
+from rl_modules.fast import is_fast
+from rl_modules.language.architecture import text_config
 
 if TYPE_CHECKING:
-    from rl_modules.language.sampling.support import Filter
+    from rl_modules.language.sampling.support import Filter, Process
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
 #: of a batch, no synchronisation with the device is needed.
@@ -115,36 +116,90 @@ def tokens_written(rollout: dict[str, Any]) -> Tensor:
     return rollout["written"].sum(1) if "written" in rollout else rollout["length"]
 
 
-def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
-    """Computes V of the state before each completion token, which is the text up to there, [b, L] float32."""
-    place = completion_positions(prompt_length, length, width) - 1
-    return score_head(model, _gather_states(_hidden(model, tokens), place)).squeeze(-1).float()
+# ---------------------------------------------------------------- logits of chosen places
+
+#: Elements of all logits from which on they are tiled; on a CPU 128 MB of float32.
+TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
+#: Tokens of a batch so large that every model with a large vocabulary tiles it.
+_LARGE_BATCH = 2**16
 
 
-def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
-    """Returns the score of each sequence, [b] float32, read at its last token by length, not by a pad id."""
-    states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
-    return score_head(model, states).view(-1).float()
+class TokenStatistics(NamedTuple):
+    """Statistics of m tokens that are kept instead of their logits."""
+
+    #: log π in nats, [1, m] float32.
+    log_prob: Tensor
+    #: H in nats, [1, m] float32; None where not requested. Without gradient under ``equal_weights``.
+    entropy: Tensor | None
+    #: Whether a token is the likeliest, [1, m] bool; None where not requested.
+    is_likeliest: Tensor | None
 
 
-def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tensor:
-    """Computes scores of the text up to some places of a batch, [m] float32."""
-    states = _hidden(model, tokens, **inputs).flatten(0, 1).index_select(0, place)
-    return score_head(model, states).view(-1).float()
+def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
+    """Returns the logits of a forward pass at m places, ``row * width + column``, all different, [1, m, V]."""
+    inputs = {"use_cache": False, **inputs}
+    if not is_fast():
+        return model(**inputs).logits.flatten(0, 1)[place].unsqueeze(0)
+    from rl_modules.language.fast.chosen_places import hooked, last_mlp
+
+    with hooked(model, place, last_mlp(model)):
+        return model(**inputs).logits
 
 
-def score_head(model: Any, states: Tensor) -> Tensor:
-    """The head's output for hidden states, [..., 1], in its own dtype, which autocast would round."""
-    head = transformers_model(model).score
-    dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
-    with torch.autocast(states.device.type, enabled=False):
-        return head(states.to(dtype))
+def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
+    """Returns a function from a slice of places to their logits, [1, n, V], and how many places to ask for."""
+    if is_large(len(place), model):
+        from rl_modules.language.fast.tiled_head import can_tile, tiles_at
+        from rl_modules.language.models import is_sharded
+
+        if not is_sharded(model) and can_tile(model):
+            return tiles_at(model, place, **inputs)
+    logits = logits_at(model, place, **inputs)
+    return lambda part: logits[:, part], len(place)
 
 
-def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
-    """Returns the last layer's states, [b, T, hidden]."""
-    return transformers_model(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+def log_probs_at(
+    model: Any, place: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
+    source: Tensor | None = None, equal_weights: bool = False, process: Process | None = None, **inputs: Any,
+) -> TokenStatistics:  # fmt: skip
+    """Computes log π of m tokens, ``target``, that are predicted at n places; by tiles if their logits would be large.
+
+    ``source`` [m] is the place that predicts each token (None: its own), ``process`` changes logits as sampling did.
+    ``equal_weights``: the loss is a multiple of the sum of log π, which saves a second pass over the tiles.
+    """
+    arguments = target.unsqueeze(0), temperature, entropy, accuracy
+    if is_large(len(target), model):
+        from rl_modules.language.fast.tiled_head import can_tile, tiled_at
+
+        if can_tile(model):
+            return tiled_at(model, place, source, *arguments, equal_weights, process=process, **inputs)
+    logits = logits_at(model, place, **inputs)
+    logits = logits if source is None else logits[:, source]
+    return statistics(logits if process is None else process(logits, slice(0, len(target))), *arguments)
 
 
-def _gather_states(states: Tensor, place: Tensor) -> Tensor:
-    return states.gather(1, place.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+def statistics(
+    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
+) -> TokenStatistics:
+    """Computes statistics of the tokens ``target`` [1, m] from their logits [1, m, V]."""
+    log_prob = F.token_log_probs(logits, target, temperature)
+    spread = F.token_entropy(logits, temperature) if entropy else None
+    return TokenStatistics(log_prob, spread, logits.detach().argmax(-1) == target if accuracy else None)
+
+
+def is_large(tokens: int, model: Any) -> bool:
+    """Returns whether the logits of so many tokens are worth tiling."""
+    elements = tokens * text_config(model.config).vocab_size
+    return is_fast() and elements > TILED_ABOVE["cpu" if next(model.parameters()).is_cpu else "accelerator"]
+
+
+def prepare_head(model: Any) -> None:
+    """Checks now, not with the first batch, which fast paths of the output layer are exact for a model."""
+    if is_fast():
+        from rl_modules.language.fast.chosen_places import last_mlp
+
+        last_mlp(model)
+    if is_large(_LARGE_BATCH, model):
+        from rl_modules.language.fast.tiled_head import can_tile
+
+        can_tile(model)

@@ -13,10 +13,10 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
+from rl_modules.language.critics import scores_at
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
-from rl_modules.language.logits import logits_at
 from rl_modules.language.pairs import pair_log_probs, pair_scores
-from rl_modules.language.scoring import scores_at
+from rl_modules.language.scoring import logits_at
 
 #: Lengths of the texts in each row of the self-check; the rest of a row's 12 places is padding.
 _ROWS = ((5, 3, 2), (9, 3))

@@ -16,10 +16,9 @@ from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
-from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.scoring import completion_log_probs, placed
+from rl_modules.language.scoring import completion_log_probs, log_probs_at, placed
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter, Process

@@ -22,9 +22,9 @@ from rl_modules.functional.tokens import token_log_probs_gradient
 from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
-from rl_modules.language.logits import TokenStatistics, statistics
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.support import Process
+from rl_modules.language.scoring import TokenStatistics, statistics
 
 #: Elements of a tile's logits; on a CPU 64 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**27}
@@ -221,7 +221,7 @@ def tiled_at(
     accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, process: Process | None = None,
     **inputs: Any,
 ) -> TokenStatistics:  # fmt: skip
-    """:func:`~rl_modules.language.logits.log_probs_at` by tiles; ``target`` is [1, m].
+    """:func:`~rl_modules.language.scoring.log_probs_at` by tiles; ``target`` is [1, m].
 
     A sharded model's output and the result depend on each other by a product with 0, so that its weights are gathered
     in the backward pass before the tiles need them.
@@ -249,7 +249,7 @@ def tiled_at(
 
 
 def tiles_at(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
-    """:func:`~rl_modules.language.logits.logits_by_tiles` of a model that :func:`can_tile`."""
+    """:func:`~rl_modules.language.scoring.logits_by_tiles` of a model that :func:`can_tile`."""
     head, tail = model.get_output_embeddings(), _tails[model]
     with _kept_states(model, place, last_mlp(model)) as states:
         model(**{"use_cache": False, **inputs})

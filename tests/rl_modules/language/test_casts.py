@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import DPO, GRPO, SFT, RewardModel
 from rl_modules.fast import is_fast
-from rl_modules.language import logits
+from rl_modules.language import scoring
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.sampling.native import sample
 from tests.rl_modules.language.test_device import TINY, reward
@@ -61,7 +61,7 @@ def case(name: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("tiled", [False, True])
 def test_each_weight_is_cast_once(name: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiled:
-        monkeypatch.setattr(logits, "TILED_ABOVE", {"cpu": 1})
+        monkeypatch.setattr(scoring, "TILED_ABOVE", {"cpu": 1})
         monkeypatch.setattr(tiled_head, "TILE", {"cpu": 600})
     last = LastStep()
     fit(*case(name), max_steps=6, precision="bf16-mixed", callbacks=[last], limit_val_batches=0)

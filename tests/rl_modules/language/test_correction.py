@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 from rl_modules import DPO, GRPO, RLHFPPO, SFT
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language import logits
+from rl_modules.language import scoring
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.rloo import RLOO
 from rl_modules.language.sampling.correction import sampling_metrics
@@ -176,7 +176,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
 
 
 def tiled(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
-    monkeypatch.setitem(logits.TILED_ABOVE, "cpu", 0)
+    monkeypatch.setitem(scoring.TILED_ABOVE, "cpu", 0)
     monkeypatch.setitem(tiled_head.TILE, "cpu", 200)
     return ahead(monkeypatch, **arguments)
 

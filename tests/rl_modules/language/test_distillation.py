@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import SFT, Distillation
 from rl_modules.common.errors import UsageError
-from rl_modules.language import logits
+from rl_modules.language import scoring
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.sampling.server import make_server
 from rl_modules.language.sampling.teacher import ServedTeacher, TeacherService
@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_divergence(
 ) -> None:
     """Of the mean over the step's tokens, by one forward pass for each completion, whole or in tiles."""
     if tiled:
-        monkeypatch.setitem(logits.TILED_ABOVE, "cpu", 0)
+        monkeypatch.setitem(scoring.TILED_ABOVE, "cpu", 0)
         monkeypatch.setitem(tiled_head.TILE, "cpu", 200)
     module = watched(teacher, beta=beta, temperature=0.7, learning_rate=0.0, max_grad_norm=None)
     fit(module, prompts(), max_steps=1)

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from rl_modules.language import logits as logits_room
+from rl_modules.language import scoring as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.fast.packing import can_pack_pairs, can_pack_scores, can_pack_texts
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
-from rl_modules.language.logits import log_probs_at, logits_at
 from rl_modules.language.models import make_model
 from rl_modules.language.pairs import pair_log_probs, pair_scores
-from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.scoring import completion_log_probs, log_probs_at, logits_at
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.rl_modules.language.test_shared_scoring import texts
 

@@ -5,8 +5,8 @@ import torch
 
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast.chosen_places import last_mlp
-from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_model
+from rl_modules.language.scoring import logits_at
 from rl_modules.language.tokenizer import character_tokenizer
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
+from rl_modules.language.critics import sequence_scores
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.rereading import encode_again
 from rl_modules.language.reward_model import RewardModel, load_reward_model
 from rl_modules.language.rlhf_ppo import RLHFPPO
-from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer
 from tests.training import assert_resumes_exactly, fit
 

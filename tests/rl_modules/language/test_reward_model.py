@@ -20,11 +20,11 @@ from transformers import (
 from datamodules.language.preference import PreferenceDataModule
 from datamodules.language.sequences import Pairs
 from rl_modules.common.errors import UsageError
+from rl_modules.language.critics import sequence_scores
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, Reliability, reliability_diagram
 from rl_modules.language.reward_model import RewardModel, initialize_head, load_reward_model
-from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import character_tokenizer, load_tokenizer
 from tests.training import assert_equal_checkpoints
 

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
+from rl_modules.language.critics import token_values
 from rl_modules.language.export import export_model
 from rl_modules.language.models import make_model
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
-from rl_modules.language.scoring import completion_log_probs, token_values
+from rl_modules.language.scoring import completion_log_probs
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 

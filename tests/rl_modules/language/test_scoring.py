@@ -4,13 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl_modules.language.critics import HeadOnPolicy
-from rl_modules.language.scoring import (
-    completion_log_probs,
-    completion_mask,
-    sequence_scores,
-    token_values,
-)
+from rl_modules.language.critics import HeadOnPolicy, sequence_scores, token_values
+from rl_modules.language.scoring import completion_log_probs, completion_mask
 
 FAMILIES = {
     "qwen2": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

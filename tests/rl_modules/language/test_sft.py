@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
-from rl_modules.language import logits as logits_room
+from rl_modules.language import scoring as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import packing as texts_in_rows
 from rl_modules.language.fast import tiled_head
-from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_model
+from rl_modules.language.scoring import logits_at
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES
 from tests.datamodules.language.test_instruction import attached

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from rl_modules import SFT
-from rl_modules.language import logits as logits_room
+from rl_modules.language import scoring as logits_room
 from rl_modules.language.architecture import make_config
 from rl_modules.language.critics import HeadOnPolicy
 from rl_modules.language.fast import tiled_head
 from rl_modules.language.fast.self_check import _known
 from rl_modules.language.fast.shared_scoring import grouped_log_probs
 from rl_modules.language.fast.tiled_head import can_tile
-from rl_modules.language.logits import log_probs_at
 from rl_modules.language.lora import add_lora
 from rl_modules.language.models import make_model
-from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.scoring import completion_log_probs, log_probs_at
 from rl_modules.language.sharding import shard
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES, BASE, network, strengthen
