@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from datamodules.language.reward_arguments import TrainerState
-from datamodules.language.reward_calls import EarlyRewards
+from datamodules.language.reward_threads import EarlyRewards
 from rl_modules.core.state import Stateful, persistent
 from rl_modules.language.sampling import Completions
 

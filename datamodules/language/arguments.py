@@ -1,6 +1,5 @@
 """Arguments of the language datamodules, what a checkpoint holds of them, and what they make of evaluations."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -156,36 +155,6 @@ class LanguageArguments(Experience):
         if hp.streaming and hp.n_train is not None:
             raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; n_train={hp.n_train} "
                              "can't go with it")  # fmt: skip
-
-
-def require_held_out(data: Any, fits: bool) -> None:
-    """Refuses to evaluate a run on its training rows, unless ``eval_path`` asks for it; then prints a message."""
-    if isinstance(data.eval_path, dict):
-        return
-    if data.eval_path is not None:
-        if fits and data.path is not None and Path(data.eval_path).resolve() == Path(data.path).resolve():
-            notice(f"eval_path={data.eval_path} is the file of path: evaluations read what the run trains on, and "
-                   "the best checkpoint is the one that knows it best")  # fmt: skip
-        return
-    if data.path is not None:
-        raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
-    dataset = data.dataset
-    if isinstance(dataset, str | None):
-        return
-    import datasets
-
-    from datamodules.language.files import parse_split, split_name
-
-    if isinstance(dataset, datasets.IterableDataset):
-        raise UsageError("evaluation beside an IterableDataset needs eval_path, a file of held-out records, or an "
-                         "IterableDatasetDict with the split of eval_split; or set eval_steps=0")  # fmt: skip
-    if not isinstance(dataset, datasets.Dataset) or not fits:
-        return
-    name = split_name(dataset)
-    if parse_split(data.eval_split)[0] != name:
-        raise UsageError(f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
-                         f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
-                         f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0")  # fmt: skip
 
 
 def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:

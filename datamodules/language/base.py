@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
-from datamodules.language.arguments import LanguageArguments, evaluate_every, require_held_out
+from datamodules.language.arguments import LanguageArguments, evaluate_every
 from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
 from datamodules.language.reward_arguments import trainer_state
-from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, notice, place_of, refuse
 from datamodules.language.tasks import make_task
@@ -23,6 +23,7 @@ from rl_modules.language.sampling import Completions
 if TYPE_CHECKING:
     from datamodules.language.mixture import Mixture
     from datamodules.language.on_demand import EncodedRecords
+    from datamodules.language.reward_threads import EarlyRewards
     from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -67,7 +68,7 @@ class LanguageDataModule(LanguageArguments):
         self.stream: Any = None
         self.eval_records: list[Record] = []
         # The rewards of a batch that is being written.
-        self._scoring: EarlyRewards | None = None
+        self._scoring: Any = None
         self._passes = EndlessOrder(self.seed)
         self._encoder: TextEncoder | None = None
         self._warned_of_ends = self._warned_of_texts = False
@@ -90,7 +91,10 @@ class LanguageDataModule(LanguageArguments):
             self.train_records = self.load_split("train", self.n_train, not self.reads_all)
         wants_eval = self.n_eval and (stage != "fit" or self.eval_steps)
         if wants_eval and not self.eval_records:
-            require_held_out(self, stage == "fit")
+            if self.task is None:
+                from datamodules.language.files import require_held_out
+
+                require_held_out(self, stage == "fit")
             self.eval_records = list(self.load_split("test", self.n_eval))
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
@@ -347,16 +351,18 @@ class LanguageDataModule(LanguageArguments):
         """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments."""
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
-    def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
+    def early_rewards(self, records: list[Record], num_generations: int) -> "EarlyRewards | None":
         """What computes rewards while completions are written; None without any."""
         if not len(self.rewards):
             return None
+        from datamodules.language.reward_threads import EarlyRewards
+
         self._ready_rewards()
-        self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
-        return self._scoring
+        self._scoring = early = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
+        return early
 
     def judge(
-        self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
+        self, records: list[Record], written: Any, num_generations: int, early: "EarlyRewards | None" = None
     ) -> Batch:
         """Decodes and scores completions of P prompts: the contract's ``JudgedCompletions`` without tokens and logs."""
         k = num_generations

@@ -13,7 +13,7 @@ from datamodules.experience import LazyLoader
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.reward_arguments import columns_of
-from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import (
     RowLengths,
     cut,
@@ -31,6 +31,7 @@ from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
+    from datamodules.language.reward_threads import EarlyRewards
     from rl_modules.language.contract import CompletionLearner
 
 
@@ -114,7 +115,7 @@ class PromptDataModule(LanguageDataModule):
     #: The trainer's state that reward functions receive, of rounds written ahead by the place of their first prompt.
     _states: dict[int, dict[str, Any]] = persistent({})
     #: Their rewards that are being computed in this process.
-    _early: dict[int, EarlyRewards] = transient({})
+    _early: "dict[int, EarlyRewards]" = transient({})
     _reward_state: RewardFunctions = persistent(lambda self: self.rewards)
     #: Of a curriculum: the sources' weights from a place of the stream on, and their running pass rates.
     _segments: list[Any] = persistent([])
@@ -364,7 +365,7 @@ class PromptDataModule(LanguageDataModule):
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
         return self.records(places), seeds
 
-    def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
+    def _as_rollout(self, records: list[Record], written: Completions, early: "EarlyRewards | None") -> dict[str, Any]:
         """Completions with their rewards."""
         module, n_each = self.policy, self.num_generations
         if written.dialogues is not None:

@@ -2,12 +2,8 @@
 
 import inspect
 import math
-import threading
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TookLonger
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,16 +98,10 @@ class RewardFunctions(Stateful):
         """
         if self.workers == 1:
             calls = self.score(0, records, completions, completion_ids, self.trainer_state)
-            return self.joined(calls, records, completions)
+        else:
+            from datamodules.language.reward_threads import score_in_parts
 
-        def score(part: tuple[int, int], functions: Sequence[int]) -> list[Call]:
-            here = slice(*part)
-            ids = None if completion_ids is None else completion_ids[here]
-            return self.score(part[0], records[here], completions[here], ids, self.trainer_state, functions)
-
-        parts = [(part, [function]) for function in range(len(self)) for part in self._parts(records)]
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
-            calls = [call for found in pool.map(score, *zip(*parts, strict=True)) for call in found] if parts else []
+            calls = score_in_parts(self, records, completions, completion_ids)
         return self.joined(calls, records, completions)
 
     def close(self) -> None:
@@ -122,7 +112,7 @@ class RewardFunctions(Stateful):
     @property
     def loop(self) -> Any:
         """The event loop of coroutine functions, made with the first of them, by whichever thread."""
-        from datamodules.language.coroutines import EventLoop
+        from datamodules.language.reward_threads import EventLoop
 
         return vars(self).setdefault("_loop", EventLoop())
 
@@ -225,17 +215,6 @@ class RewardFunctions(Stateful):
                 spread[sample, : len(numbers), call.function] = torch.tensor(numbers, dtype=torch.float32)
         return spread
 
-    def _parts(self, records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-        """The batch in up to ``workers`` parts of similar size, cut where another prompt begins."""
-        n = len(records)
-        begins = [i for i in range(1, n) if records[i]["prompt"] != records[i - 1]["prompt"]]
-        cuts = [0]
-        for k in range(1, self.workers):
-            later = [i for i in begins if i > cuts[-1]]
-            if later:
-                cuts.append(min(later, key=lambda i: abs(i - k * n / self.workers)))
-        return list(pairwise([*cuts, n]))
-
     def _begin(self, call: Call, start: int, stop: int) -> tuple[RewardLog, Callable[[], Any]]:
         """The log of samples ``start`` to ``stop``, and a function that waits for their values."""
         func, log = self.funcs[call.function], RewardLog(call.first + start, stop - start)
@@ -244,7 +223,11 @@ class RewardFunctions(Stateful):
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
         if self._is_coroutine[call.function]:
             return log, self.loop.start(partial(func, **part), self.time_limit_s)
-        return log, partial(func, **part) if self.time_limit_s is None else partial(self._in_time, func, part)
+        if self.time_limit_s is None:
+            return log, partial(func, **part)
+        from datamodules.language.reward_threads import in_time
+
+        return log, partial(in_time, func, part, self.loop, self.time_limit_s)
 
     def _scores(
         self, call: Call, start: int, stop: int, begun: tuple[RewardLog, Callable[[], Any]] | None = None
@@ -298,65 +281,6 @@ class RewardFunctions(Stateful):
             # Printed, for `rl fit` shows no log of this level.
             print(f"reward function {name!r} {what} on {len(failures)} of {n} completions, such as {example}: they get "
                   f"no reward from it; from here on see the metric rewards/{name}/failed", flush=True)  # fmt: skip
-
-    def _in_time(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """What a function returns, within the time limit."""
-        outcome: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                outcome.set_result(self.loop.value_of(func(**arguments), self.time_limit_s))
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        # Python can't stop a thread; as a daemon it does not keep the process from ending with the error.
-        threading.Thread(target=work, daemon=True, name="reward function").start()
-        try:
-            return outcome.result(self.time_limit_s)
-        except TookLonger:
-            if outcome.done():  # the function's own error
-                raise
-            raise TooLong from None
-
-
-class EarlyRewards:
-    """Calls reward functions from threads on each prompt's completions as soon as all of them have ended."""
-
-    def __init__(
-        self, rewards: RewardFunctions, tokenizer: Any, records: Sequence[dict[str, Any]], num_generations: int
-    ) -> None:
-        self.rewards, self.tokenizer = rewards, tokenizer
-        #: Passed to every call, including calls that run during later training.
-        self.trainer_state = rewards.trainer_state
-        self.records, self.num_generations = records, num_generations
-        self._ids: dict[int, dict[int, list[int]]] = {}
-        self._pool = ThreadPoolExecutor(rewards.workers, thread_name_prefix="reward")
-        self._parts: list[Future[list[Call]]] = []
-
-    def on_ended(self, row: int, tokens: list[int], finished: bool = True) -> None:
-        """Notes a completion; the last one of its prompt starts the calls."""
-        group = row // self.num_generations
-        ended = self._ids.setdefault(group, {})
-        ended[row] = tokens
-        if len(ended) == self.num_generations:
-            ids = [tokens for _, tokens in sorted(self._ids.pop(group).items())]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            records = [self.records[group]] * self.num_generations
-            first = group * self.num_generations
-            call = self.rewards.score
-            self._parts.append(self._pool.submit(call, first, records, texts, ids, self.trainer_state))
-
-    def result(self, records: Sequence[dict[str, Any]], texts: Sequence[str]) -> Tensor:
-        """Waits for all calls; returns what :class:`RewardFunctions` returns for the whole batch."""
-        try:
-            calls = [call for part in self._parts for call in part.result()]
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-        return self.rewards.joined(calls, records, texts)
-
-    def stop(self) -> None:
-        """Ends the calls that have not begun, without waiting for the others."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def function_name(func: Callable[..., Any]) -> str:

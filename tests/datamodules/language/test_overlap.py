@@ -12,7 +12,8 @@ import torch
 
 from datamodules.language import ahead
 from datamodules.language.ahead import WrittenAhead
-from datamodules.language.reward_calls import EarlyRewards, RewardFunctions
+from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.reward_threads import EarlyRewards
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sampling import Completions, NativeSampler
