@@ -29,7 +29,7 @@ from rl_modules.language.architecture import (
     transformers_model,
 )
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
-from rl_modules.language.learning_rate import beside_scheduler, check_schedule, make_schedule, without_warmup
+from rl_modules.language.learning_rate import KINDS, beside_scheduler, make_schedule, without_arguments, without_warmup
 from rl_modules.language.metrics import LanguageMetrics, monitors
 from rl_modules.language.models import (
     adopt_strategy,
@@ -180,10 +180,10 @@ class LanguageModule(LanguageMetrics):
     learning_rate: float = setting(1e-3, "peak step size", least=0)
     lr_scheduler_type: str = setting(
         "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
-        "goes by steps", idle=beside_scheduler)  # fmt: skip
+        "goes by steps", one_of=KINDS, idle=beside_scheduler)  # fmt: skip
     lr_scheduler_kwargs: dict[str, Any] | None = setting(
         None, "further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of ``cosine_with_min_lr`` or "
-        "``{num_decay_steps: 100}`` of ``warmup_stable_decay``")  # fmt: skip
+        "``{num_decay_steps: 100}`` of ``warmup_stable_decay``", idle=without_arguments)  # fmt: skip
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", least=0, idle=without_warmup)
     weight_decay: float = setting(
         0.0, "of AdamW, on matrices (not on biases and norms)", least=0,
@@ -221,14 +221,8 @@ class LanguageModule(LanguageMetrics):
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
-        if self.scheduler_factory is not None and hp.lr_scheduler_kwargs:
-            raise UsageError(f"lr_scheduler_kwargs={hp.lr_scheduler_kwargs} are lr_scheduler_type's, which "
-                             "lr_scheduler replaces; give one of them")  # fmt: skip
         if hp.description is None:
             refuse_loading_arguments(hp.model_config)
-        # A user's optimizer has its own rate. A checkpoint, which has a description, does not hold the optimizer.
-        rate = self.learning_rate if self.optimizer_factory is None and hp.description is None else 1.0
-        check_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, hp.warmup_steps, rate)
         self.model = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):

@@ -7,37 +7,12 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 
-#: Schedules that follow a metric, which is not known at every optimizer step.
-_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+#: Schedules that go by optimizer steps; the others follow a metric, which is not known at every step.
+KINDS = tuple(kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy"))
 #: Schedules for which transformers reads no further arguments.
-_WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")
-#: Schedules that need no end of the run.
-_ENDLESS = (*_WITHOUT_ARGUMENTS, "inverse_sqrt")
-
-
-def check_schedule(kind: str, arguments: dict[str, Any] | None, warmup_steps: int, learning_rate: float) -> None:
-    """Refuses a schedule that could not be built at the start of a run, by building one."""
-    known = [name for name in (kind.value for kind in SchedulerType) if name not in _BY_METRIC]
-    if kind in _BY_METRIC:
-        raise UsageError(f"lr_scheduler_type={kind!r} follows a metric of evaluations, and the schedules here go by "
-                         f"optimizer steps; take one of {', '.join(known)}")  # fmt: skip
-    if kind not in known:
-        raise UsageError(f"lr_scheduler_type={kind!r} must be one of {', '.join(known)}{did_you_mean(kind, known)}")
-    if arguments and kind in _WITHOUT_ARGUMENTS:
-        raise UsageError(f"lr_scheduler_kwargs={arguments} does nothing for lr_scheduler_type={kind!r}, which takes "
-                         "no arguments; leave it out")  # fmt: skip
-    steps = warmup_steps + 1000
-    try:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=learning_rate)
-        (rate,) = make_schedule(kind, arguments, optimizer, warmup_steps, steps).lr_lambdas
-        for step in (0, 1, warmup_steps, warmup_steps + 500, steps - 1, steps):
-            float(rate(step))
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UsageError(f"lr_scheduler_kwargs={arguments or {}} can't be used with lr_scheduler_type={kind!r} and "
-                         f"learning_rate={learning_rate}: {reason}") from error  # fmt: skip
+_CONSTANT = ("constant", "constant_with_warmup")
 
 
 def make_schedule(
@@ -46,13 +21,18 @@ def make_schedule(
     """Returns the schedule of a run."""
     has_end = "num_stable_steps" not in (arguments or {})
     if steps == float("inf"):
-        if kind not in _ENDLESS and has_end:
+        if kind not in (*_CONSTANT, "inverse_sqrt") and has_end:
             raise UsageError(f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or "
                              "trainer.max_epochs")  # fmt: skip
         steps = 0
     with warnings.catch_warnings():  # num_stable_steps come before the run's length
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
-        return get_scheduler(kind, optimizer, warmup_steps, int(steps), arguments)
+        try:
+            return get_scheduler(kind, optimizer, warmup_steps, int(steps), arguments)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UsageError(f"lr_scheduler_kwargs={arguments or {}} can't be used with lr_scheduler_type={kind!r}: "
+                             f"{reason}") from error  # fmt: skip
 
 
 def beside_scheduler(module: Any) -> str | bool:
@@ -65,3 +45,11 @@ def without_warmup(module: Any) -> str | bool:
     """The reason why ``warmup_steps`` is idle."""
     is_constant = module.hparams["lr_scheduler_type"] == "constant"
     return beside_scheduler(module) or (is_constant and "with lr_scheduler_type='constant'; take constant_with_warmup")
+
+
+def without_arguments(module: Any) -> str | bool:
+    """The reason why ``lr_scheduler_kwargs`` are idle."""
+    kind = module.hparams["lr_scheduler_type"]
+    return beside_scheduler(module) or (
+        kind in _CONSTANT and f"with lr_scheduler_type={kind!r}, which has no arguments"
+    )
