@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import logging
 import os
 import platform
 import re
@@ -285,8 +286,6 @@ def version() -> str:
 def doctor(model: str | None = None) -> str:
     """Returns versions, device and extras, or how a language model is decoded; see ``rl doctor --help``."""
     if model is not None:
-        from rl_modules.language.sampling.check import explain
-
         return f"{'decoding':14}{explain(model)}"
     lines = [
         version(),
@@ -367,3 +366,41 @@ def completion(shell: str) -> str:
         options=" ".join(COMMON),
     )
     return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
+
+
+def explain(folder: str) -> str:
+    """How completions of a saved model are decoded on this machine, and why not in a faster way."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rl_modules.language.architecture import max_length
+    from rl_modules.language.fast.graphs import GraphCache
+    from rl_modules.language.fast.grouped_attention import without_plans
+    from rl_modules.language.fast.shared_prompts import SharedPromptCache
+    from rl_modules.language.row_cache import RowCache
+    from rl_modules.language.sampling.check import cache_for
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--model={folder!r} can't be loaded ({reason}); give a folder of transformers") from error
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    said: list[str] = [] if torch.cuda.is_available() else ["CUDA graphs need a CUDA device"]
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rl_modules").addHandler(handler)
+    try:
+        with torch.no_grad(), without_plans():
+            cache = cache_for("auto", model, min(1024, max_length(model.config)), False, 1, 0.1)
+    finally:
+        logging.getLogger("rl_modules").removeHandler(handler)
+    ways = {
+        GraphCache: "steps are replayed from CUDA graphs",
+        SharedPromptCache: "step by step; completions share the keys and values of their prompt",
+        RowCache: "step by step; rows that end make room",
+    }
+    way = "by the model's own generate()" if cache is None else ways[type(cache)]
+    if isinstance(cache, GraphCache):
+        way += ", each key is read once" if cache.grouped else ", with the model's own attention"
+    return "\n".join([f"{type(model).__name__}: {way}", *said])

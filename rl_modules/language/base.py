@@ -86,44 +86,6 @@ def adapters_of(module: Any) -> dict[str, Any] | None:
     return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
 
 
-def _states(checkpoint: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """The state dicts of a checkpoint: under ``WeightAveraging`` the averages, and the module's own weights."""
-    return [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
-
-
-def described(module: Any, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """Returns the models as plain data, and the sources of frozen weights."""
-    description: Any = module.hparams["description"]
-    if description is None:
-        arguments = module.frozen_arguments()
-        if not arguments:
-            return module.describe(config), {}
-        from rl_modules.language.frozen_weights import describe_sources
-
-        return module.describe(config), describe_sources(module, arguments)
-    if sources := description.get("frozen", {}):
-        from rl_modules.language.frozen_weights import check_sources
-
-        check_sources(module, sources, module.hparams)
-    return description, sources
-
-
-def frozen_names(module: Any, prefixes: Iterable[str]) -> set[str]:
-    """Returns the names of a module's frozen parameters that begin with one of the prefixes."""
-    if not prefixes:
-        return set()
-    from rl_modules.language.frozen_weights import frozen_parameters
-
-    return {name for prefix in prefixes for name in frozen_parameters(module, prefix)}
-
-
-def add_frozen(module: Any, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
-    """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
-    if missing := frozen_names(module, prefixes) - state_dict.keys():
-        own = dict(module.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
-        state_dict.update({name: own[name].detach() for name in missing & own.keys()})
-
-
 class LanguageModule(LanguageMetrics):
     """Base class of the language algorithms; a subclass defines ``training_step``."""
 
@@ -334,7 +296,7 @@ class LanguageModule(LanguageMetrics):
 
             train_in_float32(self)
         # Where weights are sharded, the first rank alone has read them.
-        describe = partial(described, self, config)
+        describe = partial(self._described, config)
         description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
         if (generation := description.get("generation_config")) is not None:
             transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
@@ -345,6 +307,20 @@ class LanguageModule(LanguageMetrics):
 
             require_left_out(hp.save_frozen_weights, sharding is not None)
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
+
+    def _described(self, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+        """Returns the models as plain data, and the sources of frozen weights."""
+        known: Any = self.hparams["description"]
+        description = self.describe(config) if known is None else known
+        arguments: Any = self.frozen_arguments() if known is None else description.get("frozen", {})
+        if not arguments:
+            return description, {}
+        from rl_modules.language.frozen_weights import check_sources, describe_sources
+
+        if known is None:
+            return description, describe_sources(self, arguments)
+        check_sources(self, arguments, self.hparams)
+        return description, arguments
 
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
@@ -433,7 +409,10 @@ class LanguageModule(LanguageMetrics):
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
-        add_frozen(self, state_dict, self.hparams["description"]["frozen"])
+        if frozen := self.hparams["description"]["frozen"]:
+            from rl_modules.language.frozen_weights import add_frozen
+
+            add_frozen(self, state_dict, frozen)
         self.load_state_dict(state_dict)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
@@ -451,9 +430,10 @@ class LanguageModule(LanguageMetrics):
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_save_checkpoint(checkpoint)
-        for name in frozen_names(self, self.hparams["description"]["frozen"]):
-            for state in _states(checkpoint):
-                del state[name]
+        if frozen := self.hparams["description"]["frozen"]:
+            from rl_modules.language.frozen_weights import leave_out
+
+            leave_out(self, checkpoint, frozen)
         watched = {} if self._trainer is None else monitors(self.trainer)
         checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
 
@@ -469,15 +449,14 @@ class LanguageModule(LanguageMetrics):
         self._require_own(checkpoint)
         parameters = settings_of(checkpoint)
         if saved := (parameters.get("description") or {}).get("frozen", {}):
-            from rl_modules.language.frozen_weights import require_same_weights
+            from rl_modules.language.frozen_weights import add_to, require_same_weights
 
             require_same_weights(self._sources, saved, self.hparams)
+            add_to(self, checkpoint, saved)
         # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
         own = self.hparams["description"]
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
-        for state in _states(checkpoint):
-            add_frozen(self, state, saved)
         super()._on_load_checkpoint(checkpoint)
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 

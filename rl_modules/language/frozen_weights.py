@@ -1,6 +1,7 @@
 """Frozen weights in checkpoints: weights from a path are left out, and a digest shows whether they changed."""
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,36 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         return hashlib.sha256(b"".join(pool.map(of_one, sorted(tensors)))).hexdigest()
+
+
+# ---------------------------------------------------------------- state dicts without them
+
+
+def _states(checkpoint: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The state dicts of a checkpoint: under ``WeightAveraging`` the averages, and the module's own weights."""
+    return [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
+
+
+def frozen_names(module: Any, prefixes: Iterable[str]) -> set[str]:
+    """Returns the names of a module's frozen parameters that begin with one of the prefixes."""
+    return {name for prefix in prefixes for name in frozen_parameters(module, prefix)}
+
+
+def add_frozen(module: Any, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
+    """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
+    if missing := frozen_names(module, prefixes) - state_dict.keys():
+        own = dict(module.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
+        state_dict.update({name: own[name].detach() for name in missing & own.keys()})
+
+
+def leave_out(module: Any, checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
+    """Deletes the frozen weights from a checkpoint."""
+    for name in frozen_names(module, prefixes):
+        for state in _states(checkpoint):
+            del state[name]
+
+
+def add_to(module: Any, checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
+    """Adds the frozen weights to a checkpoint that does not contain them."""
+    for state in _states(checkpoint):
+        add_frozen(module, state, prefixes)

@@ -259,17 +259,14 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- one minibatch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        if not wants_router_loss(self.model):
-            return self.minibatch_loss(batch)
-        from rl_modules.language.experts import completions_router_loss, router_logits
+        if wants_router_loss(self.model):
+            from rl_modules.language.experts import completions_router_loss, router_logits
 
-        with router_logits(self.model) as routers:
-            loss = self.minibatch_loss(batch)
-        return loss + completions_router_loss(self, routers[-1], batch)
-
-    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
-        """Returns the loss of one micro-batch under the current policy, a scalar."""
-        log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
+            with router_logits(self.model) as routers:
+                log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
+            balance = completions_router_loss(self, routers[-1], batch)
+        else:
+            (log_prob, entropy), balance = self.log_probs(batch, entropy=self.wants_entropy), None
         if batch["on_policy"]:
             # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
@@ -281,7 +278,7 @@ class GRPO(PolicyWithReference):
             batch, bonus = entropy_terms(self, entropy, batch)
             loss = self.policy_loss(log_prob, batch) - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)
-        return loss
+        return loss if balance is None else loss + balance
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the step's loss, times their number, by which Lightning divides.

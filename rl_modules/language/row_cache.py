@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 
 _States = tuple[Tensor, Tensor]
 Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]
-
-
-@contextmanager
-def cast_once(kind: str) -> Iterator[None]:
-    """Keeps what autocast makes of weights on a kind of device; under Lightning each forward pass makes it anew."""
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=True):
-        try:
-            yield
-        finally:  # made without gradient
-            torch.clear_autocast_cache()
 
 
 class RowCache(Cache):
@@ -83,9 +70,20 @@ class RowCache(Cache):
         """One forward pass of one token per row."""
         return forward(self, tokens, positions, self.step())
 
-    def attention(self, model: Any) -> AbstractContextManager[None]:
-        """Returns the context in which the model is called with this cache."""
-        return cast_once(next(model.parameters()).device.type)
+    @contextmanager
+    def attention(self, model: Any) -> Iterator[None]:
+        """In the context the model is called with this cache. What autocast makes of weights is kept within it; under
+        Lightning each forward pass makes it anew.
+        """
+        kind = next(model.parameters()).device.type
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=True):
+            try:
+                yield
+            finally:  # made without gradient
+                torch.clear_autocast_cache()
 
     def replace(self, holes: list[int], movers: list[int], rows: int) -> None:
         """Copies the rows ``movers`` over the rows ``holes``, and keeps the first ``rows`` rows."""
@@ -125,7 +123,8 @@ class RowCache(Cache):
             return
         begin = min(first)
         for layer in self._rows:
-            layer.narrow(self._clock - begin)
+            layer._begin = layer._end - self._clock + begin
+            layer._view()
         if any(column != begin for column in first):
             self._before = on(self._rows[0].device, [column - begin for column in first]).unsqueeze(1)
 
@@ -222,11 +221,6 @@ class RowLayer(DynamicLayer):
         """Returns copies of the last columns of a row."""
         end = self.keys.shape[-2]
         return self.keys[row, :, end - width :].clone(), self.values[row, :, end - width :].clone()
-
-    def narrow(self, width: int) -> None:
-        """Forgets all but the last columns."""
-        self._begin = self._end - width
-        self._view()
 
     def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         if len(holes):

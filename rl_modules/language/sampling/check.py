@@ -12,8 +12,8 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
-from rl_modules.language.architecture import max_length, text_config, transformers_model
-from rl_modules.language.fast.grouped_attention import can_group, without_plans
+from rl_modules.language.architecture import text_config, transformers_model
+from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
@@ -68,38 +68,6 @@ def wants_graphs(implementation: str, model: Any) -> bool:
     """Whether steps are to become graphs."""
     on_cuda = next(model.parameters()).device.type == "cuda"
     return is_fast() and (implementation in GRAPHS or (implementation == "auto" and on_cuda))
-
-
-def explain(folder: str) -> str:
-    """How completions of a saved model are decoded on this machine, and why not in a faster way."""
-    from transformers import AutoModelForCausalLM
-
-    from rl_modules.language.fast.graphs import GraphCache
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--model={folder!r} can't be loaded ({reason}); give a folder of transformers") from error
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    said: list[str] = [] if torch.cuda.is_available() else ["CUDA graphs need a CUDA device"]
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rl_modules").addHandler(handler)
-    try:
-        with torch.no_grad(), without_plans():
-            cache = cache_for("auto", model, min(1024, max_length(model.config)), False, 1, 0.1)
-    finally:
-        logging.getLogger("rl_modules").removeHandler(handler)
-    ways = {
-        GraphCache: "steps are replayed from CUDA graphs",
-        SharedPromptCache: "step by step; completions share the keys and values of their prompt",
-        RowCache: "step by step; rows that end make room",
-    }
-    way = "by the model's own generate()" if cache is None else ways[type(cache)]
-    if isinstance(cache, GraphCache):
-        way += ", each key is read once" if cache.grouped else ", with the model's own attention"
-    return "\n".join([f"{type(model).__name__}: {way}", *said])
 
 
 def _groups(model: Any, longest: int) -> bool | None:
