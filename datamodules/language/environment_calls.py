@@ -12,9 +12,9 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-from datamodules.language.reward_threads import EventLoop
 from datamodules.language.environments import Environment, replayable
 from datamodules.language.reward_arguments import TooLong
+from datamodules.language.reward_threads import EventLoop
 from datamodules.language.tools import schema_of
 
 #: Threads that wait for environments at once.
