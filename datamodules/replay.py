@@ -118,7 +118,8 @@ class ReplayDataModule(ControlDataModule):
         least=0, attribute="")  # fmt: skip
     goal_selection_strategy: str = setting(
         "future", "which goal: the one reached after a random later step (``future``), at the end of the episode "
-        "(``final``), or after any of its steps (``episode``)", one_of=STRATEGIES, attribute="")  # fmt: skip
+        "(``final``), or after any of its steps (``episode``)", one_of=STRATEGIES, attribute="",
+        idle=lambda d: not d.hparams["n_sampled_goal"] and "at n_sampled_goal=0; set that to 4")  # fmt: skip
     buffer_device: str = setting(
         "auto", "where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
         "Trainer's device, to which each round's new rows are sent; ``auto``: on CUDA where the copy takes at most a "
