@@ -22,8 +22,6 @@ from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
-
-
 #: File of a run's folder that a process which trains in it holds.
 LOCK = "run.lock"
 
@@ -36,34 +34,21 @@ class Run:
     checkpoint: Path | None
 
 
-def run_name(algorithm: str, data: Any) -> str:
-    """Returns the name of a run's folder, ``<algorithm>-<task>``."""
-    task = data.hparams.get("env_id") or task_name(data.hparams) or type(data).__name__
-    return folder_name(algorithm, task)
-
-
-def folder_name(algorithm: str, task: str) -> str:
-    """Returns the name of a run's folder, without characters that a file system may refuse."""
+def run_name(algorithm: str, settings: Any, otherwise: str) -> str:
+    """Returns ``<algorithm>-<task>``, the name of a run's folder, without characters that a file system may refuse."""
+    named = {key: settings.get(key) for key in ("env_id", "task", "path", "dataset")}
+    key, task = next(((key, value) for key, value in named.items() if value), ("", otherwise))
+    task = "mixture" if isinstance(task, list) else Path(task).stem if key == "path" else str(task)
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
-
-
-def task_name(settings: Any) -> str | None:
-    """Returns the name of the task, file or dataset, for the run's folder; None where there is none of them."""
-    if isinstance(settings.get("task"), list):
-        return "mixture"
-    for key in ("task", "path", "dataset"):
-        if settings.get(key):
-            return Path(settings[key]).stem if key == "path" else str(settings[key])
-    return None
 
 
 def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[Path | None, Path | None]:
     """Gives a run its folder, at once; returns the folder made for it, and the one on this machine's disk."""
-    made = number_alike(trainer)
-    if run is None:
-        _open_csv_files(trainer)
-    placed = place_without_logger(trainer, name, run)
-    return made or (placed if run is None else None), placed or local_folder(trainer)
+    made, placed = number_alike(trainer), place_without_logger(trainer, name, run)
+    logger = trainer.loggers[0] if trainer.loggers else None
+    is_here = isinstance(logger, TensorBoardLogger | CSVLogger) and "://" not in str(logger.log_dir)
+    here = Path(str(logger.log_dir)) if is_here else None  # type: ignore[union-attr]
+    return made or (placed if run is None else None), placed or here
 
 
 def number_alike(trainer: Any) -> Path | None:
@@ -99,13 +84,6 @@ def _claimed(parent: Path, number: int) -> int:
             number += 1
         else:
             return number
-
-
-def _open_csv_files(trainer: Any) -> None:
-    """Makes CSV loggers open their files in the empty folder; Lightning would warn of files in it."""
-    for logger in trainer.loggers if trainer.is_global_zero else []:
-        if isinstance(logger, CSVLogger):
-            logger.experiment  # noqa: B018
 
 
 def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
@@ -144,14 +122,6 @@ def _new_folder(parent: Path) -> Path:
     names = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
     number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
     return parent / f"version_{_claimed(parent, number)}"
-
-
-def local_folder(trainer: Any) -> Path | None:
-    """Returns the run's own folder on this machine's disk; None where nothing is logged there."""
-    logger = trainer.loggers[0] if trainer.loggers else None
-    if not isinstance(logger, TensorBoardLogger | CSVLogger) or "://" in str(logger.log_dir):
-        return None
-    return Path(logger.log_dir)
 
 
 def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -> None:

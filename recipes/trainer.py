@@ -106,7 +106,11 @@ class Trainer(L.Trainer):
 
     def _prepare(self, model: Any, data: Any) -> None:
         """Adds the logger and the progress bar of this run."""
-        name = run.run_name(type(model).__name__, data) if data is not None else type(model).__name__
+        name = (
+            run.run_name(type(model).__name__, data.hparams, type(data).__name__)
+            if data is not None
+            else type(model).__name__
+        )
         if self._makes_logger:
             folder = Path(self.default_root_dir) / run.LOGS
             self.loggers = [TensorBoardLogger(folder, name=name, default_hp_metric=False)]

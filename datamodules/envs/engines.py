@@ -34,28 +34,21 @@ def make_engine(
     name = environment_name(env_id)
     is_game = name.startswith("ALE/")
     if vectorization_mode == "envpool":
-        if not isinstance(env_id, str):
-            raise UsageError(f"env_id={name!r} is a callable; vectorization_mode='envpool' takes an id that EnvPool "
-                             "knows")  # fmt: skip
-        pool = EnvPoolVector(env_id, n_envs, env_kwargs)
+        pool = EnvPoolVector(name, n_envs, env_kwargs)
         if not is_game:  # their pictures are those after preprocessing, which the datamodule compares
             # Arguments that only the engine has, such as num_threads, are not passed to Gymnasium.
-            example = gym.make(env_id, disable_env_checker=True)
+            example = gym.make(name, disable_env_checker=True)
             pool.require_spaces(example)
             example.close()
         envs: VectorEnv = pool
     else:
         if is_game:
             register_games(name)
-        spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
-        if spec is None or spec.vector_entry_point is None:
-            with_engine = sorted(key for key, spec in gym.registry.items() if spec.vector_entry_point is not None)
-            raise UsageError(f"env_id={name!r} has no vectorised engine; those that have are {', '.join(with_engine)}; "
-                             "use vectorization_mode='sync' or 'async'")  # fmt: skip
         try:
             envs = gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
-        except TypeError as error:
-            raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
+        except (gym.error.Error, TypeError) as error:
+            raise UsageError(f"env_id={name!r} has no vectorised engine that takes env_kwargs={env_kwargs}: {error}; "
+                             "use vectorization_mode='sync' or 'async'") from error  # fmt: skip
         envs = SmallSeeds(envs) if is_game else envs
     return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import gymnasium as gym
 
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, what_happened
 from rl_modules.common.extras import install
 
 #: Extras of this project, by the package that an environment imports.
@@ -51,9 +51,7 @@ def raise_in_one_sentence(envs: Any, name: str, error: BaseException) -> NoRetur
                      "resume from the last checkpoint with --resume") from error  # fmt: skip
 
 
-def refuse_environment(
-    env_id: Any, name: str, env_kwargs: dict[str, Any], factory: Any, error: BaseException
-) -> NoReturn:
+def refuse_environment(name: str, env_kwargs: dict[str, Any], error: BaseException) -> NoReturn:
     """Says why an environment could not be made."""
     if isinstance(error, gym.error.DependencyNotInstalled | ModuleNotFoundError):
         raise UsageError(missing_extra(f"the environment {name}", str(error))) from error
@@ -62,12 +60,8 @@ def refuse_environment(
     if isinstance(error, gym.error.Error):
         # Deprecated and missing versions: Gymnasium names the right one.
         raise UsageError(f"env_id={name!r} can't be made: {error}") from error
-    places = traceback.extract_tb(error.__traceback__)
-    # A callable that takes no such arguments raises where it is called, in `make_env`; Gymnasium's ids in Gymnasium.
-    if isinstance(error, TypeError) and (factory is None or len(places) == 1):
-        raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
-    raise UsageError(f"the environment {name} can't be made: {type(error).__name__}: {error} "
-                     f"({places[-1].filename}:{places[-1].lineno})") from error  # fmt: skip
+    with_what = f" with env_kwargs={env_kwargs}" if env_kwargs else ""
+    raise UsageError(f"the environment {name} can't be made{with_what}: {what_happened(error)}") from error
 
 
 def _remedy(name: str) -> str:

@@ -51,12 +51,8 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
         raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
     try:
         return found(env, **arguments)
-    except gym.error.DependencyNotInstalled as error:
-        raise UsageError(missing_extra(f"the wrapper {name}", str(error))) from error
-    except TypeError as error:
-        raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
     except UsageError:
         raise
-    except (gym.error.Error, ValueError, AssertionError) as error:
+    except (gym.error.Error, TypeError, ValueError, AssertionError) as error:
         reason = str(error) or type(error).__name__
         raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error

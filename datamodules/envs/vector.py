@@ -130,7 +130,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     except (Exception, SystemExit) as error:
         from datamodules.envs.failures import refuse_environment
 
-        refuse_environment(env_id, name, env_kwargs, factory, error)
+        refuse_environment(name, env_kwargs, error)
 
 
 # ---------------------------------------------------------------- masks

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,14 +20,6 @@ from recipes.cli import runs
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError, visible
 from rl_modules.core.resume import epoch_to_reopen
-
-
-class StopsWithinEpochs(Protocol):
-    """The interface of this project's modules that the recomputation uses."""
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the last epoch lacks batches."""
 
 
 class Reached(Exception):
@@ -59,10 +51,10 @@ def position_in(loops: dict[str, Any]) -> tuple[int, int, int]:
 
 def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
     """Returns the same for a running Trainer, as in a checkpoint written now."""
-    loop, module = trainer.fit_loop, cast(StopsWithinEpochs, trainer.lightning_module)
+    loop, module = trainer.fit_loop, trainer.lightning_module
     epochs: Any = loop.epoch_progress.current
     started, processed = epochs.started, epochs.processed
-    if module.is_cut_off and (number := epoch_to_reopen(trainer)) is not None:
+    if getattr(module, "is_cut_off", False) and (number := epoch_to_reopen(trainer)) is not None:
         started, processed = number, number - 1
     return loop.epoch_loop.batch_progress.total.completed, started, processed
 
@@ -170,8 +162,7 @@ class UpdateRecorder(L.Callback):
             "epoch": trainer.current_epoch,
             "batches": self._batches,
             # The whole update's loss: Lightning divides each micro-batch's by their number.
-            "loss": sum(loss for loss in self._losses if loss is not None) if any(
-                loss is not None for loss in self._losses) else None,
+            "loss": sum(known) if (known := [loss for loss in self._losses if loss is not None]) else None,
             "losses": self._losses,
             "grad_norm": self._norms[0].cpu() if self._norms else None,
             "grad_norms": {name: norm.cpu() for name, norm in self._norm_of.items()},
@@ -216,8 +207,6 @@ def dialogue_in(batch: Any, tokenizer: Any) -> str | None:
 
 def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dict[str, Any]:
     """Rebuilds one update of a run and writes it to a file."""
-    if step < 1:
-        raise UsageError(f"step={step} must be at least 1: updates are counted from 1")
     saved = checkpoints_of(run)
     if saved and step > saved[-1].step:
         raise UsageError(f"step={step} is after the run's last checkpoint, {saved[-1].path}, which has "

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
-from recipes.run import LOGS, Run, folder_name, task_name
+from recipes.run import LOGS, Run, run_name
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
 from rl_modules.common.errors import UsageError
@@ -21,19 +21,13 @@ from rl_modules.loggers import FILLED_IN
 
 #: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
 NAMES = ("last", "previous", "best")
-
-
 #: What a run needs of a checkpoint to
 RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
-
-
 #: The logger of a run that names none.
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
     "init_args": {"save_dir": LOGS, "name": None, "default_hp_metric": False},
 }
-
-
 #: Files of a run that another run in its folder would overwrite or continue.
 _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
@@ -58,11 +52,9 @@ def set_folder(config: Any) -> None:
 
 
 def configured_name(config: Any) -> str:
-    """Returns the same as :func:`run_name` before the objects exist."""
-    algorithm = config["model"]["class_path"].rpartition(".")[2]
-    settings = config["data"]["init_args"]
-    task = settings.get("env_id") or task_name(settings) or config["data"]["class_path"].rpartition(".")[2]
-    return folder_name(algorithm, task)
+    """Returns the name of a run's folder before its objects exist."""
+    algorithm, data = (config[group]["class_path"].rpartition(".")[2] for group in ("model", "data"))
+    return run_name(algorithm, config["data"]["init_args"], data)
 
 
 def _logger(config: Any) -> Any:

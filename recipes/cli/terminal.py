@@ -15,6 +15,7 @@ _HIDDEN = (
     ".*does not have many workers.*",
     ".*Total length of .* across ranks is zero.*",  # evaluation is off
     ".*Checkpoint directory .* exists and is not empty.*",
+    ".*Experiment logs directory .* exists and is not empty.*",  # a CSVLogger's, of this run's own config
     ".*treespec.*",
     ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation writes no checkpoints
     ".*Couldn't infer the batch indices.*",

@@ -160,7 +160,7 @@ def test_a_resumed_run_says_that_its_episodes_begin_anew(tmp_path: Path) -> None
      ("CartPole-v1", {"env_kwargs": {"nonsense": 1}}, "env_kwargs do not fit EnvPool's CartPole-v1"),
      ("CartPole-v1", {"wrappers": ["FlattenObservation"]}, "wrappers are for single environments"),
      ("Taxi-v3", {"masks": "info"}, "action masks are for single environments.*action_masks=False"),
-     (lambda: gym.make("CartPole-v1"), {}, "is a callable; vectorization_mode='envpool' takes an id")],
+     (lambda: gym.make("CartPole-v1"), {}, "has no engine in EnvPool")],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(env_id: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

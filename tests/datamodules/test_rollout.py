@@ -222,11 +222,11 @@ class RefusesInASentence(gym.Wrapper):
         ({"env_id": "CartPole-v99"}, "env_id='CartPole-v99' can't be made: .*v1"),
         ({"env_id": "no.such.module:env"}, "the module 'no.such.module' can't be imported"),
         ({"env_id": "tests.datamodules.envs:Nothing"}, "has no 'Nothing'"),
-        ({"env_id": "CartPole-v1", "env_kwargs": {"gravity": 3}}, "env_kwargs={'gravity': 3} does not fit"),
+        ({"env_id": "CartPole-v1", "env_kwargs": {"gravity": 3}}, "env_kwargs={'gravity': 3}"),
         ({"env_id": "CartPole-v1", "wrappers": ["FlatenObservation"]}, "did you mean FlattenObservation"),
         (
             {"env_id": "CartPole-v1", "wrappers": [{"class_path": "TimeLimit", "init_args": {"steps": 3}}]},
-            "does not take",
+            "does not fit",
         ),
         (
             {"env_id": "CartPole-v1", "wrappers": ["GrayscaleObservation"]},
@@ -268,7 +268,7 @@ def test_wrappers_apply_in_order():
 def test_engine_refuses_wrappers_and_environments_without_one():
     with pytest.raises(UsageError, match="wrappers are for single environments"):
         make_vector_env("CartPole-v1", 2, "vector_entry_point", wrappers=["FlattenObservation"])
-    with pytest.raises(UsageError, match="has no vectorised engine; those that have are .*CartPole-v1"):
+    with pytest.raises(UsageError, match="has no vectorised engine"):
         make_vector_env("Acrobot-v1", 2, "vector_entry_point")
 
 

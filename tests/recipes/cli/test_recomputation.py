@@ -193,7 +193,6 @@ def test_the_console_has_the_model_from_before_the_update(run: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["replay", "{run}", "--step", "0"], "step=0 must be at least 1"),
         (["replay", "{run}", "--step", "99999"], "step=99999 is after the run's last checkpoint"),
         (["replay", "nowhere", "--step", "1"], "nowhere has no config.yaml; give the folder of a run"),
         (["replay", "{run}"], "the following arguments are required: --step"),
