@@ -14,8 +14,8 @@ import rl_modules
 from datamodules.check import require_gymnasiums, require_registered
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
+from recipes.callbacks.pictures import action_directions, draw_values
 from recipes.cli.options import Parser
-from recipes.pictures import action_directions, draw_values
 from rl_modules import functional as F
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint

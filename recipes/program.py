@@ -23,7 +23,7 @@ def run_program(program: Callable[[], Any], default_config: str) -> None:
 
         main(default_config=default_config)
         return
-    from recipes.callbacks.signals import Stopped
+    from recipes.signals import Stopped
     from recipes.trainer import Trainer
     from rl_modules.common.errors import UsageError
 

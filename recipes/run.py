@@ -16,7 +16,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.curves import log_folder
 from recipes.callbacks.progress import ProgressLines, StepProgressBar, TransitionProgressBar
-from recipes.callbacks.signals import requeue_signals
+from recipes.signals import requeue_signals
 from rl_modules.common.errors import UsageError
 from rl_modules.loggers import adapters
 

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recipes import run, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli.terminal import quiet
+from recipes.signals import Stopped, end_with_starter
 
 
 class Trainer(L.Trainer):

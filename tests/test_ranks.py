@@ -24,7 +24,7 @@ from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.signals import Stopped
+from recipes.signals import Stopped
 from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
@@ -494,7 +494,7 @@ class SignalOneRank(L.Callback):
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # By their pace ranks ask each other four times a second: this run may be over by then.
-    monkeypatch.setattr("recipes.callbacks.signals.AGREEMENT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("recipes.signals.AGREEMENT_INTERVAL_S", 0.01)
 
     def stopped() -> str:
         checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
@@ -532,7 +532,7 @@ def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("recipes.callbacks.signals.time", clock)
+    monkeypatch.setattr("recipes.signals.time", clock)
 
     def both() -> str:
         checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run", "accumulate_grad_batches": 2}

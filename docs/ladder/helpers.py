@@ -21,7 +21,7 @@ from torch import Tensor
 
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
-from recipes.pictures import draw_values
+from recipes.callbacks.pictures import draw_values
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -19,7 +19,8 @@ from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.curves import log_folder
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.progress import ProgressLines
-from recipes.callbacks.signals import (
+from recipes.callbacks.stops import FiniteCheck
+from recipes.signals import (
     RankAgreement,
     Stopped,
     StopRequests,
@@ -27,7 +28,6 @@ from recipes.callbacks.signals import (
     remove_requeue_checkpoints,
     requeue_signals,
 )
-from recipes.callbacks.stops import FiniteCheck
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 

@@ -9,11 +9,11 @@ import traceback
 from typing import Any
 
 from recipes import configs
-from recipes.callbacks.signals import Stopped, end_with_starter
 from recipes.cli import information
-from recipes.cli.information import ALONE_COMMANDS, COMMANDS, HELP, parser_of, short_help
+from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in
 from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show, wait_for
+from recipes.signals import Stopped, end_with_starter
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
 
@@ -85,7 +85,7 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     command, rest = (args[0], args[1:]) if args else ("--help", [])
     known = (*COMMANDS, *ALONE_COMMANDS)
     if command in ("--help", "-h", "help"):
-        show(HELP)
+        show(general_help())
     elif command in ("--version", "-V", "version"):
         if rest:
             raise UsageError(f"--version takes no further words; got {' '.join(rest)}")
@@ -219,7 +219,7 @@ def _run(command: str, args: list[str]) -> None:
         from recipes.cli.classes import chosen_classes
 
         topic = "" if topic.startswith("-") else topic
-        show(short_help(command, chosen, topic) if (chosen := chosen_classes(args)) else HELP)
+        show(short_help(command, chosen, topic) if (chosen := chosen_classes(args)) else general_help())
         return
     if wants_help is None and not any(arg.startswith("--print_config") for arg in args):
         _announce(command, args)

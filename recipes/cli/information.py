@@ -21,7 +21,7 @@ from rl_modules.common.extras import install
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
 
-HELP = """\
+_HELP = """\
 usage: rl <command> [options]
 
 Reinforcement learning on PyTorch Lightning.
@@ -33,19 +33,7 @@ commands:
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
-  compare    tell runs apart, over seeds: rl compare logs/PPO-CartPole-v1 logs/A2C-CartPole-v1 --plot curves.png
-  sweep      search settings with Optuna: rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50
-  export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
-  replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
-  rescore    score stored completions again: rl rescore rollouts --reward_funcs exact_answer
-  verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0
-  serve      generate completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
-  check      check an environment before training: rl check my_envs:make
-  list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
-  copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
-  doctor     print versions, the device, and the commands that install missing extras
-  learn      open the field guide's notebooks, from the Bellman equation to GRPO
-  completion print a completion script for bash or zsh: eval "$(rl completion bash)"
+{alone}
 
 options of fit, validate, test, predict and record:
   --config NAME            a YAML file, or the name of an installed config; repeated, later files override earlier ones
@@ -145,6 +133,13 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "run": _RUN, "--from": {"dest": "start", "help": "checkpoint to start from, for example step-100; start: the "
                                 "run's beginning; default: the checkpoint before the last"}}),
 }  # fmt: skip
+
+
+def general_help() -> str:
+    """Returns what ``rl --help`` prints."""
+    lines = [f"  {name:10} {says.partition('. ')[0].rstrip('.')}" for name, (says, _) in ALONE_COMMANDS.items()]
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_on_hyphens=False) for line in lines]
+    return _HELP.replace("{alone}", "\n".join(wrapped))
 
 
 def parser_of(command: str) -> Parser:

@@ -16,18 +16,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.base import ControlDataModule
-from recipes import callbacks, language, summary
+from recipes import language, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
-from recipes.callbacks.signals import Stopped, end_at_sigterm
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
 from recipes.cli.terminal import wait_for
 from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
+from recipes.signals import Stopped, end_at_sigterm
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import OWN_NETWORKS, settings_of
 from rl_modules.common.errors import UsageError
@@ -103,9 +103,6 @@ class RLCLI(LightningCLI):
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # A class's bare name is looked up among the imported ones, and these are imported when they are asked for.
-        for name in callbacks.__all__:
-            getattr(callbacks, name)
         if self.records:
             parser.add_argument("--output", type=str, default="videos", help="Folder of the videos.")
             parser.add_argument("--episodes", type=int, default=1, help="Number of episodes to record.")

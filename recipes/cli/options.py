@@ -2,12 +2,11 @@
 
 import argparse
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.foreign_names import INSTEAD, MEANT, difference
+from rl_modules.common.foreign_names import INSTEAD, MEANT, difference, taken_by
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -121,12 +120,5 @@ def of_group(group: str, chosen: dict[str, Any] | None = None) -> set[str]:
 
 
 def arguments_of(cls: type) -> set[str]:
-    """Names of the arguments of a class and its bases, which take what the class passes on as ``**arguments``."""
-    bases = [base for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
-    names: set[str] = set()
-    for base in bases:
-        parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
-        names |= {name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            break
-    return names - {"self"}
+    """Names of the arguments of a class and of the bases that it passes ``**arguments`` to."""
+    return set(taken_by(cls) or ())

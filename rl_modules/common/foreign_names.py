@@ -112,18 +112,15 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
     if args and isinstance(args[0], str) and args[0].endswith("Policy"):
         raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "
                          f"datamodule: {three_lines(cls)}")  # fmt: skip
-    known = _arguments(cls)
+    known = taken_by(cls)
     if known is None:
         return
-    for name in arguments:
-        if name not in known:
-            near = in_python(name, known)
-            if not near and name in ("env", "policy"):
-                near = f"; environments belong to a datamodule: {three_lines(cls)}"
-            if near:
-                raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
-            near = did_you_mean(name, known)
-            raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}{f'; {hint}' if hint else ''}")
+    if (name := next((name for name in arguments if name not in known), None)) is not None:
+        near = in_python(name, known)
+        if not near and name in ("env", "policy"):
+            near = f"; environments belong to a datamodule: {three_lines(cls)}"
+        near = near or did_you_mean(name, known) + (f"; {hint}" if hint else "")
+        raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
 
 
 def default_of(cls: type, name: str) -> Any:
@@ -142,7 +139,7 @@ def three_lines(cls: type) -> str:
     return f"data = {data}, model = {cls.__name__}(), recipes.Trainer().fit(model, data)"
 
 
-def _arguments(cls: type) -> list[str] | None:
+def taken_by(cls: type) -> list[str] | None:
     """Names of the arguments of a class and of the bases that it passes ``**arguments`` to; None: any."""
     names: list[str] = []
     for base in cls.__mro__:

@@ -13,7 +13,7 @@ import datamodules  # noqa: F401 (registers Maze-v0)
 from datamodules.envs.model import transition_model
 from recipes import dynamic_programming
 from recipes.callbacks import ValuePictures
-from recipes.pictures import action_directions, draw_values
+from recipes.callbacks.pictures import action_directions, draw_values
 from rl_modules import QLearning
 from rl_modules import functional as F
 from tests.training import fit, rollouts

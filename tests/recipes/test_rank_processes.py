@@ -10,14 +10,14 @@ import pytest
 
 RANK = """
 import time
-from recipes.callbacks.signals import end_with_starter
+from recipes.signals import end_with_starter
 end_with_starter()
 print("waits", flush=True)
 time.sleep(60)
 """
 STARTER = f"""
 import os, subprocess, sys, time
-from recipes.callbacks.signals import end_with_starter
+from recipes.signals import end_with_starter
 end_with_starter()
 rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], env={{**os.environ, "LOCAL_RANK": "1"}})
 print(rank.pid, flush=True)
@@ -71,7 +71,7 @@ def test_a_rank_of_torchrun_goes_on_though_a_starter_is_gone():
 ENDS = """
 import os, signal, subprocess, sys, time
 from types import SimpleNamespace
-from recipes.callbacks.signals import end_at_sigterm
+from recipes.signals import end_at_sigterm
 rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 connector = SimpleNamespace(_sigterm_notifier_fn=None)
 trainer = SimpleNamespace(

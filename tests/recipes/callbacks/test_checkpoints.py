@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.cli import runs
+from recipes.signals import Stopped, StopRequests
 from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, SFT, TD3, TQC, TRPO, MonteCarlo, QLearning
 from rl_modules.action_noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
 from rl_modules.common.errors import UsageError
@@ -413,7 +413,7 @@ def hangups() -> Any:
 def test_a_hangup_saves_although_the_terminal_is_gone() -> None:
     """Whatever the run prints between the signal and its checkpoint would raise."""
     program = (
-        "import os, signal\nfrom recipes.callbacks.signals import StopRequests\nrequests = StopRequests()\n"
+        "import os, signal\nfrom recipes.signals import StopRequests\nrequests = StopRequests()\n"
         "requests.install()\nreader, writer = os.pipe()\nos.close(reader)\n"
         "os.dup2(writer, 1), os.dup2(writer, 2)\nos.kill(os.getpid(), signal.SIGHUP)\nprint('x', flush=True)\n"
         "os._exit(40 + requests.signum)"

@@ -20,10 +20,10 @@ import yaml
 from lightning.pytorch.loggers.logger import Logger
 
 from recipes.callbacks import curves
-from recipes.callbacks.signals import Stopped
 from recipes.cli import main
 from recipes.cli.command import _resume_command
 from recipes.run import LOCK
+from recipes.signals import Stopped
 from rl_modules.common.checkpoint_file import damage_of
 from tests import chaos
 from tests.marks import quick

@@ -227,7 +227,7 @@ def test_own_callbacks_are_known_by_their_bare_names() -> None:
     done = subprocess.run([sys.executable, "-m", "recipes", "fit", *RUN, *names, "--print_config"], capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "recipes.callbacks.EpisodeMonitor" in done.stdout and "recipes.pictures.ValuePictures" in done.stdout
+    assert all(f"recipes.callbacks.{name}" in done.stdout for name in ("EpisodeMonitor", "ValuePictures"))
 
 
 # -------------------------------------------------------------------- progress

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.signals import Stopped
 from recipes.cli import main
 from recipes.cli.runs import read
+from recipes.signals import Stopped
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.checkpoint_file import damage_of
 from rl_modules.common.errors import UsageError
