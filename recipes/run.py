@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from datamodules.base import ControlDataModule
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.curves import log_folder
+from recipes.callbacks.curves import ConfigRecord, log_folder
 from recipes.callbacks.progress import ProgressLines, StepProgressBar, TransitionProgressBar
 from recipes.signals import requeue_signals
 from rl_modules.common.errors import UsageError

@@ -4,9 +4,8 @@ The command line adds what it needs; in Python they go into ``Trainer(callbacks=
 """
 
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.episode_monitor import EpisodeMonitor
-from recipes.callbacks.episode_writer import EpisodeWriter
+from recipes.callbacks.curves import ConfigRecord
+from recipes.callbacks.episode_monitor import EpisodeMonitor, EpisodeWriter
 from recipes.callbacks.pictures import ValuePictures
 from recipes.callbacks.progress import StepProgressBar, TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes

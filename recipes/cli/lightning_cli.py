@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from datamodules.base import ControlDataModule
 from recipes import language, summary
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.episode_writer import CompletionWriter, EpisodeWriter
+from recipes.callbacks.curves import ConfigRecord
+from recipes.callbacks.episode_monitor import CompletionWriter, EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs

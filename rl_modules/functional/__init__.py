@@ -17,13 +17,14 @@ _MODULES = {
     "evaluation": ["cons_at_k", "pass_at_k"],
     "groups": ["batch_advantages", "combine_rewards", "group_advantages", "rloo_advantages"], "grpo": ["grpo_loss"],
     "importance": ["importance_weights"], "kl": ["kl_estimate"],
-    "lengths": ["soft_overlong_punishment"], "linalg": ["conjugate_gradient"],
+    "linalg": ["conjugate_gradient"],
     "maximum_entropy": ["soft_q_target", "squashed_gaussian_log_prob"],
     "policy": ["adapt_kl_coefficient", "approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss",
                "ppo_penalty_loss"],
-    "preferences": ["bradley_terry_loss"], "reductions": ["masked_mean", "masked_whiten"],
+    "reductions": ["masked_mean", "masked_whiten"],
     "returns": ["discounted_returns", "n_step_returns"],
-    "rlhf": ["proportional_kl_coefficient", "rlhf_rewards"], "tokens": ["token_entropy", "token_log_probs"],
+    "rlhf": ["bradley_terry_loss", "proportional_kl_coefficient", "rlhf_rewards", "soft_overlong_punishment"],
+    "tokens": ["token_entropy", "token_log_probs"],
     "td": ["dqn_target", "n_step_rewards", "td_loss"], "value": ["explained_variance", "value_loss"],
 }  # fmt: skip
 _EXPORTS = {name: f"rl_modules.functional.{module}" for module, names in _MODULES.items() for name in names}
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from rl_modules.functional.grpo import grpo_loss
     from rl_modules.functional.importance import importance_weights
     from rl_modules.functional.kl import kl_estimate
-    from rl_modules.functional.lengths import soft_overlong_punishment
     from rl_modules.functional.linalg import conjugate_gradient
     from rl_modules.functional.maximum_entropy import soft_q_target, squashed_gaussian_log_prob
     from rl_modules.functional.policy import (
@@ -67,10 +67,14 @@ if TYPE_CHECKING:
         ppo_clip_loss,
         ppo_penalty_loss,
     )
-    from rl_modules.functional.preferences import bradley_terry_loss
     from rl_modules.functional.reductions import masked_mean, masked_whiten
     from rl_modules.functional.returns import discounted_returns, n_step_returns
-    from rl_modules.functional.rlhf import proportional_kl_coefficient, rlhf_rewards
+    from rl_modules.functional.rlhf import (
+        bradley_terry_loss,
+        proportional_kl_coefficient,
+        rlhf_rewards,
+        soft_overlong_punishment,
+    )
     from rl_modules.functional.td import dqn_target, n_step_rewards, td_loss
     from rl_modules.functional.tokens import token_entropy, token_log_probs
     from rl_modules.functional.value import explained_variance, value_loss

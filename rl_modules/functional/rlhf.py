@@ -1,17 +1,20 @@
-"""Rewards of RLHF: a score for the whole answer, a KL penalty on each token, and the penalty's coefficient."""
+"""Rewards of language models: of a reward model and its training, per token, of an answer's length."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rl_modules.functional.checks import (
     as_constant,
+    as_float,
     require_ndim,
     require_number,
     require_positive,
     require_same_shape,
     require_shape,
+    require_tensors,
 )
 
 
@@ -79,3 +82,79 @@ def proportional_kl_coefficient(beta: float, kl: float | Tensor, target: float, 
         raise ValueError("kl must be a number, got nan: the policy has diverged.")
     error = min(max((measured - target) / target, -0.2), 0.2)
     return float(beta) * (1 + gain * error)
+
+
+def soft_overlong_punishment(length: Tensor, max_completion_length: int, soft_punish_cache: int) -> Tensor:
+    """DAPO's soft penalty on long answers: 0, then a linear ramp, then -1.
+
+    R(y) = 0                                          |y| ≤ L_max - L_cache
+    R(y) = ((L_max - L_cache) - |y|) / L_cache        L_max - L_cache < |y| ≤ L_max
+    R(y) = -1                                         L_max < |y|
+
+    Args:
+        length: |y|, the number of tokens of each answer, shape (B,).
+        max_completion_length: L_max in tokens, at least 1.
+        soft_punish_cache: L_cache, the width of the ramp in tokens, from 0 (no ramp) to max_completion_length.
+
+    Returns:
+        R, shape (B,), in units of reward, in [-1, 0], detached.
+
+    Raises:
+        ValueError: length is not one-dimensional, or a number of tokens is out of range.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 13. Equals TRL 1.16's ``get_soft_overlong_punishment``.
+    """
+    require_tensors(length=length)
+    if length.ndim != 1:
+        raise ValueError(f"length has shape {tuple(length.shape)}, expected 1 dimension [B].")
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length!r}.")
+    if not 0 <= soft_punish_cache <= max_completion_length:
+        raise ValueError(
+            f"soft_punish_cache must lie in [0, {max_completion_length}] (max_completion_length), "
+            f"got {soft_punish_cache!r}."
+        )
+    excess = as_float(length.detach()) - (max_completion_length - soft_punish_cache)
+    if soft_punish_cache == 0:
+        return -(excess > 0).to(excess.dtype)
+    return -(excess / soft_punish_cache).clamp(0.0, 1.0)
+
+
+def bradley_terry_loss(
+    chosen_reward: Tensor,
+    rejected_reward: Tensor,
+    margin: Tensor | None = None,
+    center_rewards_coefficient: float = 0.0,
+) -> Tensor:
+    """The negative log-likelihood of the observed preferences.
+
+    L = mean_i [ -log σ(r_c - r_r - m) + c (r_c + r_r)² ]
+
+    Preferences fix only differences of rewards; the second term keeps their mean at zero.
+
+    Args:
+        chosen_reward: r_c, the score of the preferred answer, any shape S; receives gradient.
+        rejected_reward: r_r, the score of the other one, shape S; receives gradient.
+        margin: m, margin of the preferred answer, in units of reward, shape S; None: 0.
+        center_rewards_coefficient: c, at least 0.
+
+    Returns:
+        Scalar to minimise; log 2 for equal scores of 0 without margin.
+
+    Raises:
+        ValueError: shapes differ, or center_rewards_coefficient is negative.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2;
+        centring: Eisenstein et al. 2023, arXiv:2312.09244.
+    """
+    require_same_shape(chosen_reward=chosen_reward, rejected_reward=rejected_reward)
+    require_number("center_rewards_coefficient", center_rewards_coefficient)
+    chosen_reward, rejected_reward = as_float(chosen_reward), as_float(rejected_reward)
+    lead = chosen_reward - rejected_reward
+    if margin is not None:
+        require_same_shape(chosen_reward=chosen_reward, margin=margin)
+        lead = lead - as_constant(margin)
+    loss = -F.logsigmoid(lead).mean()
+    if center_rewards_coefficient:
+        loss = loss + center_rewards_coefficient * (chosen_reward + rejected_reward).square().mean()
+    return loss

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from recipes.callbacks.episode_writer import EpisodeWriter
+from recipes.callbacks.episode_monitor import EpisodeWriter
 from recipes.cli import main
 from rl_modules import GRPO
 from rl_modules.loggers import adapters, finite

@@ -5,7 +5,6 @@
 """
 
 from datamodules.envs.torch.base import TorchEnv
-from datamodules.envs.torch.classic import CartPole, MountainCar, MountainCarContinuous, Pendulum
-from datamodules.envs.torch.maze import Maze
+from datamodules.envs.torch.classic import CartPole, Maze, MountainCar, MountainCarContinuous, Pendulum
 
 __all__ = ["CartPole", "Maze", "MountainCar", "MountainCarContinuous", "Pendulum", "TorchEnv"]
