@@ -115,7 +115,7 @@ class PromptDataModule(LanguageDataModule):
     #: The trainer's state that reward functions receive, of rounds written ahead by the place of their first prompt.
     _states: dict[int, dict[str, Any]] = persistent({})
     #: Their rewards that are being computed in this process.
-    _early: "dict[int, EarlyRewards]" = transient({})
+    _early: dict[int, Any] = transient({})
     _reward_state: RewardFunctions = persistent(lambda self: self.rewards)
     #: Of a curriculum: the sources' weights from a place of the stream on, and their running pass rates.
     _segments: list[Any] = persistent([])

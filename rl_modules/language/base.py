@@ -30,7 +30,7 @@ from rl_modules.language.architecture import (
 )
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.learning_rate import KINDS, beside_scheduler, make_schedule, without_arguments, without_warmup
-from rl_modules.language.metrics import LanguageMetrics, monitors
+from rl_modules.language.metrics import LanguageMetrics, monitored
 from rl_modules.language.models import (
     adopt_strategy,
     float32_by_default,
@@ -434,7 +434,7 @@ class LanguageModule(LanguageMetrics):
             from rl_modules.language.frozen_weights import leave_out
 
             leave_out(self, checkpoint, frozen)
-        watched = {} if self._trainer is None else monitors(self.trainer)
+        watched = set() if self._trainer is None else monitored(self.trainer)
         checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Metrics of the language algorithms: running means by name, one point of every curve per ``logging_steps``."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -22,21 +22,10 @@ def displayed_name(name: str) -> str:
     return name if name.startswith(GROUPS) else f"train/{name}"
 
 
-def monitors(trainer: Any) -> dict[str, str]:
-    """Metrics that callbacks of a Trainer monitor, with the name of the callback's class."""
-    found = {}
-    for callback in trainer.callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str):
-            found[monitor] = type(callback).__name__
-    return found
-
-
-def refuse_bare_monitor(monitor: str, callback: str, known: Collection[str]) -> None:
-    """Refuses a training metric that is monitored without the prefix of its group."""
-    if monitor not in known and displayed_name(monitor) in known:
-        raise UsageError(f"monitor={monitor!r} of {callback} is no metric; metrics of training have the prefix train/: "
-                         f"did you mean {displayed_name(monitor)}?")  # fmt: skip
+def monitored(trainer: Any) -> set[str]:
+    """Metrics that callbacks of a Trainer monitor."""
+    names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)
+    return {name for name in names if isinstance(name, str)}
 
 
 def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
@@ -116,7 +105,7 @@ class LanguageMetrics(Algorithm):
         """Makes an optimizer step, and hands the point of the curves that is due to callbacks that monitor it."""
         super().optimizer_step(*arguments, **named)
         step = self.trainer.global_step + 1  # Lightning counts this one later
-        if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
+        if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitored(self.trainer)):
             hand_to_callbacks(self.trainer, self.summarize(self._means_over_ranks()))
 
     def write_due_metrics(self) -> None:
@@ -168,16 +157,11 @@ class LanguageMetrics(Algorithm):
     def _answer_monitors(self) -> None:
         """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves."""
         known = self.trainer.callback_metrics
-        unknown = {
-            name: callback
-            for name, callback in monitors(self.trainer).items()
-            if name not in self.latest_metrics and (name.startswith("train/") or name not in known)
-        }
+        unknown = [name for name in monitored(self.trainer) - self.latest_metrics.keys()
+                   if name.startswith("train/") or name not in known]  # fmt: skip
         if all(name.startswith("eval/") for name in unknown):
             return
         means = self.summarize(self._means_over_ranks())
-        for name, callback in unknown.items():
-            refuse_bare_monitor(name, callback, {*means, *self.latest_metrics})
         hand_to_callbacks(self.trainer, {name: means[name] for name in unknown if name in means})
 
     _after_on_train_epoch_end = _answer_monitors
@@ -206,12 +190,6 @@ class LanguageMetrics(Algorithm):
             metrics, on_step=False, on_epoch=True, logger=not self.is_fitting, batch_size=weight, sync_dist=True
         )
 
-    def _on_validation_epoch_end(self) -> None:
-        self._finish_evaluation()
-
-    def _on_test_epoch_end(self) -> None:
-        self._finish_evaluation()
-
     def _finish_evaluation(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
@@ -220,3 +198,5 @@ class LanguageMetrics(Algorithm):
             self.log_dict(derived, logger=not self.is_fitting)
         if self.is_fitting:
             write_point(self.trainer, metrics, self.place)
+
+    _on_validation_epoch_end = _on_test_epoch_end = _finish_evaluation

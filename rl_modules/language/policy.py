@@ -13,7 +13,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.models import eos_token_ids
-from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_sampler, make_sampler
+from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_options, make_sampler
+from rl_modules.language.sampling.check import CACHES
 from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.scoring import prepare_head, tokens_written
 from rl_modules.language.throughput import Stopwatch
@@ -25,17 +26,20 @@ class LanguagePolicy(LanguageModule):
     sampler_name: str = setting(
         "native", "engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, "
         "which receives the weights after every update; ``vllm_server``, servers started by ``rl serve``",
-        argument="sampler")  # fmt: skip
+        argument="sampler", one_of=("native", "vllm", "vllm_server"))  # fmt: skip
     sampler_options: dict[str, Any] | None = setting(
         None, "the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``; "
         "``addresses``, ``token_file``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of "
         "``vllm_server``")  # fmt: skip
     max_rows_in_flight: int | None = setting(
         None, "maximum number of completions decoded together, which limits memory; others take the places of those "
-        "that end. Null: all, on CUDA as many as fit into free memory", least=1)  # fmt: skip
+        "that end. Null: all, on CUDA as many as fit into free memory",
+        least=1, idle=lambda m: m.sampler_name == "vllm_server" and "with a server; give it to `rl serve`")  # fmt: skip
     cache_implementation: str = setting(
         "auto", "of ``native``: ``dynamic``, a cache that grows with the text; ``graph`` or ``static``, one of fixed "
-        "size, with which steps become CUDA graphs; ``auto``, ``graph`` on CUDA and ``dynamic`` elsewhere")  # fmt: skip
+        "size, with which steps become CUDA graphs; ``auto``, ``graph`` on CUDA and ``dynamic`` elsewhere",
+        one_of=CACHES,
+        idle=lambda m: m.sampler_name != "native" and "with a sampler that has its own cache")  # fmt: skip
     temperature: float = setting(1.0, "of sampling, and of all log-probabilities", above=0)
     top_k: int | None = setting(None, "sample from the k likeliest tokens; None: all", least=1)
     top_p: float | None = setting(None, "sample from the nucleus of this probability; None: all", above=0, most=1)
@@ -52,7 +56,7 @@ class LanguagePolicy(LanguageModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
-        check_sampler(hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, hp.cache_implementation)
+        check_options(hp.sampler, hp.sampler_options or {})
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.models import is_sharded
-from rl_modules.language.sampling.native import NativeSampler, check_cache_implementation, sample
+from rl_modules.language.sampling.native import NativeSampler, sample
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
 
-__all__ = ["Completions", "NativeSampler", "Sampler", "SamplingSettings", "check_sampler", "make_sampler", "sample"]
+__all__ = ["Completions", "NativeSampler", "Sampler", "SamplingSettings", "check_options", "make_sampler", "sample"]
 
 #: Options of each sampler.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -22,28 +22,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_sampler(
-    kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "auto"
-) -> None:
-    """Refuses arguments that :func:`make_sampler` would not understand."""
-    if kind not in OPTIONS:
-        raise UsageError(f"sampler={kind!r} must be one of {', '.join(OPTIONS)}{did_you_mean(kind, OPTIONS)}")
+def check_options(kind: str, options: dict[str, Any]) -> None:
+    """Refuses options that a sampler does not have, and a server without an address."""
     for name in options:
         if name not in OPTIONS[kind]:
             known = ", ".join(OPTIONS[kind]) or "none"
             raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
                              f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
-    check_cache_implementation(cache_implementation, options.get("graph_memory", 0.1))
-    if kind != "native" and cache_implementation not in ("auto", "dynamic"):
-        raise UsageError(f"cache_implementation={cache_implementation} is the native sampler's; sampler={kind} has a "
-                         "cache of its own")  # fmt: skip
-    if kind == "vllm_server":
-        if not options.get("addresses"):
-            raise UsageError(
-                "sampler=vllm_server needs sampler_options={addresses: [host:port]} of a running `rl serve`"
-            )
-        if max_rows_in_flight is not None:
-            raise UsageError(f"max_rows_in_flight={max_rows_in_flight} is the server's to set; give it to `rl serve`")
+    if kind == "vllm_server" and not options.get("addresses"):
+        raise UsageError("sampler=vllm_server needs sampler_options={addresses: [host:port]} of a running `rl serve`")
 
 
 def make_sampler(
@@ -56,7 +43,6 @@ def make_sampler(
     run: str | None = None,
 ) -> Sampler:
     """Returns a sampler for a model; ``ranks``: the rank in the run, the number of ranks, the rank on the machine."""
-    check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
         return NativeSampler(model, max_rows_in_flight, cache_implementation, **options)
     device = next(model.parameters()).device

@@ -26,8 +26,8 @@ _PROMPTS, _NEW, _AT_ONCE = (2, 1, 5), (2, 4, 2), 2
 Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
 #: An empty cache for rows of so many tokens; None: the model's rows are more than keys and values of all tokens.
 MakeCache = Callable[[int], RowCache | None]
-#: Values of ``cache_implementation`` with which steps become graphs; the second is transformers' word.
-GRAPHS = ("graph", "static")
+#: Values of ``cache_implementation``; with the last two steps become graphs, the last is transformers' word.
+CACHES = ("auto", "dynamic", "graph", "static")
 
 log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
@@ -67,7 +67,7 @@ def cache_for(
 def wants_graphs(implementation: str, model: Any) -> bool:
     """Whether steps are to become graphs."""
     on_cuda = next(model.parameters()).device.type == "cuda"
-    return is_fast() and (implementation in GRAPHS or (implementation == "auto" and on_cuda))
+    return is_fast() and (implementation in CACHES[2:] or (implementation == "auto" and on_cuda))
 
 
 def _groups(model: Any, longest: int) -> bool | None:

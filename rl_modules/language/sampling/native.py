@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, on, uncompiled
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
-from rl_modules.language.sampling.check import GRAPHS, cache_for, wants_graphs
+from rl_modules.language.sampling.check import CACHES, cache_for, wants_graphs
 from rl_modules.language.sampling.decode import Decoding, Prompts, Record
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
@@ -87,7 +87,10 @@ def sample(
             a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning), or on MPS.
         FloatingPointError: the model's logits are NaN.
     """
-    check_cache_implementation(cache_implementation, graph_memory)
+    if cache_implementation not in CACHES:
+        raise UsageError(f"cache_implementation={cache_implementation!r} must be one of {', '.join(CACHES)}")
+    if not 0 < graph_memory <= 1:
+        raise UsageError(f"graph_memory={graph_memory} must be above 0 and at most 1, a share of the device's memory")
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -127,8 +130,7 @@ class NativeSampler(Sampler):
         cache_implementation: str = "auto",
         graph_memory: float = 0.1,
     ) -> None:
-        self.model = model
-        self.max_rows_in_flight = max_rows_in_flight
+        self.model, self.max_rows_in_flight = model, max_rows_in_flight
         self.cache_implementation, self.graph_memory = cache_implementation, graph_memory
 
     def sample(
@@ -191,17 +193,6 @@ def _completions(record: Record, model: Any) -> Completions:
     kept, count = record.kept() if record.keeps else (None, None)
     count = None if count is None else count[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished, kept=kept, kept_count=count)
-
-
-def check_cache_implementation(value: str, graph_memory: float = 0.1) -> None:
-    """Refuses a value that :func:`sample` does not know."""
-    known = ("auto", "dynamic", *GRAPHS)
-    if not 0 < graph_memory <= 1:
-        raise UsageError(f"graph_memory={graph_memory} must be above 0 and at most 1, a share of the device's memory")
-    if value not in known:
-        raise UsageError(
-            f"cache_implementation={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}"
-        )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast import graphs, grouped_attention
 from rl_modules.language.lora import add_lora
-from rl_modules.language.sampling import NativeSampler, check, check_sampler, make_sampler, own_generate, sample
+from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_graph import use_tapes
 from tests.marks import quick
@@ -625,8 +625,6 @@ def test_the_argument_reaches_the_sampler_and_is_checked(implementation, fake):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: GRPO(cache_implementation="statc"),
      "cache_implementation='statc' must be one of auto, dynamic, graph, static; did you mean static"),
-    (lambda: check_sampler("vllm", {}, None, "graph"), "cache_implementation=graph is the native sampler's"),
-    (lambda: make_sampler("native", {"graph_memory": 0.0}, None, None), "graph_memory=0.0 must be above 0 and at most"),
     (lambda: sample(None, [[1]], max_completion_length=1, eos_token_id=1, pad_token_id=0, seeds=[0], graph_memory=2.0),
      "graph_memory=2.0 must be above 0"),
 ])  # fmt: skip

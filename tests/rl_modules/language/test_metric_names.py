@@ -15,7 +15,6 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from datamodules import PromptDataModule
 from rl_modules import GRPO
-from rl_modules.common.errors import UsageError
 from rl_modules.language.metrics import displayed_name
 from tests.rl_modules.language.test_run_state import Curves, addition, fit, grpo
 
@@ -72,15 +71,6 @@ def test_early_stopping_monitors_a_training_metric(logging_steps: int, tmp_path:
         assert save.best_model_score == pytest.approx(2.5)
     else:  # no point of the curves yet: the mean of what was recorded so far
         assert save.best_model_score == pytest.approx(logged[trainer.global_step])
-
-
-@pytest.mark.parametrize("callback", [EarlyStopping, ModelCheckpoint])
-def test_a_monitor_without_the_prefix_is_answered_with_the_name(callback: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"monitor": "reward", "mode": "max"}
-    if callback is ModelCheckpoint:
-        options |= {"dirpath": tmp_path, "save_on_train_epoch_end": True}
-    with pytest.raises(UsageError, match=f"monitor='reward' of {callback.__name__}.*did you mean train/reward"):
-        fit(grpo(), addition(), max_steps=4, callbacks=[callback(**options)], enable_checkpointing=True)
 
 
 @pytest.mark.long
