@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import Means
-from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame, is_cut_off
+from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame
 from rl_modules.core.settings import Declared
 from rl_modules.core.state import GlobalGenerators, Stateful, declared, forget_state, persistent, transient
 
@@ -56,11 +56,6 @@ class Algorithm(Declared, L.LightningModule):
     def is_fitting(self) -> bool:
         """Whether a ``fit`` is running."""
         return self._trainer is not None and self._trainer.state.fn == "fit"
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether a run that resumes has batches left in the last epoch."""
-        return is_cut_off(self.trainer)
 
     @property
     def place(self) -> int:

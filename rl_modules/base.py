@@ -212,11 +212,6 @@ class ControlModule(Algorithm):
     def place(self) -> int:
         return self.source.num_timesteps
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether a resumed run has batches left in the last epoch; a run that reached ``total_timesteps`` has none."""
-        return super().is_cut_off and not self.source.is_complete
-
     def configure_model(self) -> None:
         """Builds the network from the spaces; at the start of ``fit`` resets the state of the run."""
         check_trainer(self)
@@ -311,15 +306,6 @@ class ControlModule(Algorithm):
         Args:
             rollout: what :meth:`prepare` returned, flat over its transitions.
         """
-
-    def finish_rollout(self) -> None:
-        """Calls :meth:`end_rollout` where a rollout has no further minibatch, once."""
-        source: Any = self.source
-        if type(self).end_rollout is ControlModule.end_rollout or not source.rollout_is_used_up:
-            return
-        if self.run.ended_at != source.num_timesteps:
-            self.run.ended_at = source.num_timesteps
-            self.end_rollout(source.rollout)
 
     def forward(self, observation: Any) -> Tensor:
         """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
@@ -497,11 +483,7 @@ class ControlModule(Algorithm):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns the default optimizer: Adam at 3e-4 with eps 1e-5, as in the original PPO."""
-        return self.adam(parameters, lr=3e-4, eps=1e-5)
-
-    def adam(self, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
-        """Returns Adam; fused except under mixed precision, where Lightning refuses to clip its gradients."""
-        return adam(parameters, lr, eps, fused=self.trainer.precision in ("32-true", "64-true"))
+        return adam(self, parameters, lr=3e-4, eps=1e-5)
 
     def configure_optimizers(self) -> Any:
         optimizer = made_by("optimizer", self.optimizer_factory or self.default_optimizer, self.trainable_parameters())

@@ -12,6 +12,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.dqn import DQN
+from rl_modules.fast.adam import adam
 from rl_modules.networks.q_network import QNetwork, of_actions
 
 
@@ -104,4 +105,4 @@ class C51(DQN):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 2.5e-4 with eps 0.01 / batch_size, as in the paper."""
-        return self.adam(parameters, lr=2.5e-4, eps=0.01 / cast(Any, self.source).batch_size)
+        return adam(self, parameters, lr=2.5e-4, eps=0.01 / cast(Any, self.source).batch_size)

@@ -14,13 +14,14 @@ from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict, tre
 from rl_modules.contract import Statistics
 from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.fast.adam import class_names
+from rl_modules.run import finish_rollout
 
 
 def save(module: Any, checkpoint: dict[str, Any]) -> None:
     """Adds what a control algorithm needs to resume to Lightning's checkpoint."""
     if module.is_fitting:
         # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
-        module.finish_rollout()
+        finish_rollout(module)
     save_run(module, checkpoint)
     checkpoint["factories"] = factory_names(module)
     checkpoint["env_id"] = getattr(getattr(module._trainer, "datamodule", None), "env_name", None)

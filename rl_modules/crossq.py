@@ -11,6 +11,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
+from rl_modules.fast.adam import adam
 from rl_modules.fast.modules import call
 from rl_modules.fast.relu_mlp import parallel_linear
 from rl_modules.networks.batch_renorm import BatchRenorm, batch_statistics, renormalized
@@ -152,7 +153,7 @@ class CrossQ(SAC):
         groups: list[dict[str, Any]] = [{"params": networks, "betas": (0.5, 0.999)}]
         if self.log_ent_coef is not None:
             groups.append({"params": [self.log_ent_coef]})
-        return self.adam(groups, lr=self.default_learning_rate, eps=1e-8)
+        return adam(self, groups, lr=self.default_learning_rate, eps=1e-8)
 
 
 class RenormalizedCritics(Critics):

@@ -18,6 +18,7 @@ from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
+from rl_modules.fast.adam import adam
 from rl_modules.networks.custom import custom_q_network
 from rl_modules.networks.layers import check_widths
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork, make_noisy, remove_noise, resample
@@ -215,4 +216,4 @@ class DQN(ControlModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 1e-4, as in Stable-Baselines3's DQN."""
-        return self.adam(parameters, lr=1e-4, eps=1e-8)
+        return adam(self, parameters, lr=1e-4, eps=1e-8)

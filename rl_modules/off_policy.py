@@ -19,7 +19,7 @@ from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.fast.adam import clip_grad_norm
+from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.critics import ActionBounds, Critics, PolicyAndCritics
 from rl_modules.networks.custom import custom_critics, custom_policy_and_critics
@@ -291,4 +291,4 @@ class OffPolicyActorCritic(ControlModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam, as Stable-Baselines3's."""
-        return self.adam(parameters, lr=self.default_learning_rate, eps=1e-8)
+        return adam(self, parameters, lr=self.default_learning_rate, eps=1e-8)

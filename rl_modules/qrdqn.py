@@ -11,6 +11,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.dqn import DQN
+from rl_modules.fast.adam import adam
 from rl_modules.networks.q_network import QNetwork, of_actions
 
 
@@ -87,4 +88,4 @@ class QRDQN(DQN):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 5e-5 with eps 0.01 / batch_size, as in the paper and sb3-contrib."""
-        return self.adam(parameters, lr=5e-5, eps=0.01 / cast(Any, self.source).batch_size)
+        return adam(self, parameters, lr=5e-5, eps=0.01 / cast(Any, self.source).batch_size)

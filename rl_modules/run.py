@@ -13,7 +13,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
 from rl_modules.core.curves import hand_to_callbacks, write_evaluation, write_point
-from rl_modules.core.hooks import OfRun, draw_over
+from rl_modules.core.hooks import OfRun, draw_over, is_cut_off
 from rl_modules.core.seams import check_schedulers
 from rl_modules.core.settings import warn_of_idle
 from rl_modules.core.state import persistent, transient
@@ -109,7 +109,7 @@ class ControlLoop(OfRun):
             module.update_schedules(module.progress_remaining)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        module.finish_rollout()
+        finish_rollout(module)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         if module.is_fitting:
@@ -128,9 +128,9 @@ class ControlLoop(OfRun):
         # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", module.source.partial_return)
         module.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=trainer.world_size > 1)
-        writes = module.run.logs_this_epoch and not module.is_cut_off
+        writes = module.run.logs_this_epoch and not is_cut_off(trainer)
         hook: Any = type(module).on_train_epoch_end
-        if module.is_cut_off or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
+        if is_cut_off(trainer) or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
             # A cut epoch's point is written at its end, by the run that resumes, and callbacks monitor the means so
             # far. A subclass's hook may read them.
             hand_to_callbacks(trainer, means_so_far(module))
@@ -202,6 +202,14 @@ def begin_target(module: Any) -> None:
         copies, originals = list(ours), list(theirs)
         if copies and [x.shape for x in copies] == [x.shape for x in originals]:
             torch._foreach_copy_(copies, originals)
+
+
+def finish_rollout(module: Any) -> None:
+    """Calls ``end_rollout`` of an on-policy algorithm where a rollout has no further minibatch, once."""
+    source = module.source
+    if getattr(source, "rollout_is_used_up", False) and module.run.ended_at != source.num_timesteps:
+        module.run.ended_at = source.num_timesteps
+        module.end_rollout(source.rollout)
 
 
 # ---------------------------------------------------------------- curves

@@ -19,7 +19,7 @@ from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution
-from rl_modules.fast.adam import clip_grad_norm
+from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
 from rl_modules.networks.critics import ValueNetwork
 
@@ -266,7 +266,7 @@ class TRPO(ActorCriticModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 1e-3 with eps 1e-5, for the critic."""
-        return self.adam(parameters, lr=1e-3, eps=1e-5)
+        return adam(self, parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
         """Returns the parameters of the critic and of a subclass's own parts, which ``value_loss`` trains.

@@ -19,6 +19,7 @@ from recipes.callbacks.stops import plain_batch
 from recipes.cli import runs
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError, visible
+from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import epoch_to_reopen
 
 
@@ -51,10 +52,10 @@ def position_in(loops: dict[str, Any]) -> tuple[int, int, int]:
 
 def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
     """Returns the same for a running Trainer, as in a checkpoint written now."""
-    loop, module = trainer.fit_loop, trainer.lightning_module
+    loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress.current
     started, processed = epochs.started, epochs.processed
-    if getattr(module, "is_cut_off", False) and (number := epoch_to_reopen(trainer)) is not None:
+    if is_cut_off(trainer) and (number := epoch_to_reopen(trainer)) is not None:
         started, processed = number, number - 1
     return loop.epoch_loop.batch_progress.total.completed, started, processed
 

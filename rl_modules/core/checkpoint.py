@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.errors import UsageError
+from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
 from rl_modules.core.state import ARRAY, GENERATOR, Stateful, declared, state_of
 from rl_modules.ranks import of_other_ranks, of_this_rank
@@ -21,7 +22,7 @@ def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
     keep_earlier_checkpoint(trainer, module.run.has_begun)
     make_loadable(checkpoint, module, getattr(trainer, "datamodule", None))
     checkpoint["algorithm"] = type(module).__name__
-    if is_whole and module.is_cut_off:
+    if is_whole and is_cut_off(trainer):
         reopen_epoch(trainer, checkpoint)
     own: dict[str, Any] = {"run": state_of(module, is_whole) | state_of(module.run, is_whole),
                            "generators": module.run.generators.state(module.device)}  # fmt: skip

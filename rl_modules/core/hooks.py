@@ -96,8 +96,12 @@ def copy_for_averages(module: Any) -> None:
 
 
 def is_cut_off(trainer: Any) -> bool:
-    """Whether the last epoch lacks batches: a limit or a callback has stopped the run, or its source has ended."""
-    return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    """Whether a run that resumes has batches left in the last epoch: a limit or a callback has stopped it there.
+
+    A source of experience that is complete has none, wherever its epoch ended.
+    """
+    is_complete = getattr(trainer.datamodule, "is_complete", False)
+    return not (is_complete or trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
 def draw_over(trainer: Any, position: int) -> None:

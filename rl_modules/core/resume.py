@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
+from rl_modules.core.hooks import is_cut_off
 
 # ---------------------------------------------------------------- a run
 
@@ -33,7 +34,7 @@ def step_schedulers_of_updates(module: Any) -> None:
 
 def step_schedulers_of_epochs(module: Any) -> None:
     """Steps the learning-rate schedulers of epochs after one, whose ``frequency`` divides the number of epochs."""
-    for config in () if module.is_cut_off else module.trainer.lr_scheduler_configs:
+    for config in () if is_cut_off(module.trainer) else module.trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, ReduceLROnPlateau):
             raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(module).__name__} optimizes manually: "
                              "Lightning keeps no monitor then; override step_schedulers, which is called after "

@@ -81,8 +81,9 @@ def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
     return ["Adam" if isinstance(o, FusedAdam) else type(o).__name__ for o in optimizers]
 
 
-def adam(parameters: Iterable, lr: float, eps: float, fused: bool = True) -> torch.optim.Optimizer:
-    """Returns Adam; fused except under mixed precision, where Lightning refuses to clip gradients."""
+def adam(module: Any, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
+    """Returns Adam; fused except under mixed precision, where Lightning refuses to clip its gradients."""
+    fused = module.trainer.precision in ("32-true", "64-true")
     if fused and is_fast():
         return FusedAdam(parameters, lr=lr, eps=eps)
     return torch.optim.Adam(parameters, lr=lr, eps=eps, fused=fused)
