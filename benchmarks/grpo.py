@@ -94,7 +94,7 @@ class Setting:
         from transformers import PrinterCallback, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
 
-        from datamodules.language.sources import load_records
+        from datamodules.language.on_demand import load_records
 
         stamps: list[float] = []
         clock = self.clock

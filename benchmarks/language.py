@@ -119,7 +119,7 @@ class SFTRound:
         from datasets import Dataset, disable_progress_bars
         from trl import SFTConfig, SFTTrainer
 
-        from datamodules.language.sources import load_records
+        from datamodules.language.on_demand import load_records
 
         disable_progress_bars()
         source = {key: value for key, value in self.settings.items() if key in ("task", "task_kwargs")}
@@ -181,7 +181,7 @@ class RewardModelRound:
         from datasets import Dataset, disable_progress_bars
         from trl import RewardConfig, RewardTrainer
 
-        from datamodules.language.sources import load_records
+        from datamodules.language.on_demand import load_records
 
         disable_progress_bars()
         columns = ("prompt", "chosen", "rejected")
@@ -232,7 +232,7 @@ class DPORound:
         from datasets import Dataset, disable_progress_bars
         from trl import DPOConfig, DPOTrainer
 
-        from datamodules.language.sources import load_records
+        from datamodules.language.on_demand import load_records
 
         disable_progress_bars()
         columns = ("prompt", "chosen", "rejected")

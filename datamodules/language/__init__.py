@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "RewardFunctions": "datamodules.language.reward_calls",
     "Task": "datamodules.language.tasks.base",
-    "bayes_accuracy": "datamodules.language.tasks.base",
-    "load_records": "datamodules.language.sources",
+    "bayes_accuracy": "datamodules.language.tasks.paths",
+    "load_records": "datamodules.language.on_demand",
     "load_reward_func": "datamodules.language.rewards",
     "make_task": "datamodules.language.tasks",
 }
@@ -17,11 +17,12 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from datamodules.language.on_demand import load_records
     from datamodules.language.reward_calls import RewardFunctions
     from datamodules.language.rewards import load_reward_func
-    from datamodules.language.sources import load_records
     from datamodules.language.tasks import make_task
-    from datamodules.language.tasks.base import Task, bayes_accuracy
+    from datamodules.language.tasks.base import Task
+    from datamodules.language.tasks.paths import bayes_accuracy
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import TEXTS, EndlessOrder, fitting, load_records, notice, place_of, refuse
+from datamodules.language.sources import TEXTS, EndlessOrder, fitting, notice, place_of, refuse, task_records
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
@@ -145,24 +145,26 @@ class LanguageDataModule(LanguageArguments):
         if self.mixture is not None and (training or self.eval_path is None):
             required = self.required if training else self.eval_required
             return self._encode_and_report(self.mixture.load(split, n, required=required, **checks))
-        if not training and self.eval_path is not None:
-            source: dict[str, Any] = {"path": self.eval_path}
-        else:
-            if training and not isinstance(self.dataset, str | None):
-                from datamodules.language.files import refuse_stream
+        required = self.required if training else self.eval_required
+        if self.task is not None and (training or self.eval_path is None):
+            return self._encode_and_report(task_records(self.task, split, n, required))
+        from datamodules.language.on_demand import EncodedRecords, load_records
 
-                refuse_stream(self.dataset)
-            source = {"task": self.task, "path": self.path, "dataset": self.dataset}
+        source: dict[str, Any] = {"path": self.path, "dataset": self.dataset}
+        if not training and self.eval_path is not None:
+            source = {"path": self.eval_path}
+        elif training and not isinstance(self.dataset, str | None):
+            from datamodules.language.files import refuse_stream
+
+            refuse_stream(self.dataset)
         records: Any = load_records(
             **source,
             dataset_config=self.dataset_config, dataset_split=self.dataset_split if training else self.eval_split,
             columns=self.columns, answer_after=self.answer_after, split=split, n=n, seed=self.seed,
-            required=self.required if training else self.eval_required, as_read=as_read, **checks,
+            required=required, as_read=as_read, **checks,
         )  # fmt: skip
         if isinstance(records, list) or len(records) <= LOADED:
             return self._encode_and_report(list(records))
-        from datamodules.language.on_demand import EncodedRecords
-
         longest = min(self.policy.max_length, getattr(self, "max_length", None) or self.policy.max_length) - 1
         return EncodedRecords(records, self._encode_and_report, longest, self.source)
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from datamodules.language.formats import as_answer
+from datamodules.language.on_demand import load_records
 from datamodules.language.sequences import Sequences
-from datamodules.language.sources import PlacedRecord, load_records, place_of, refuse
+from datamodules.language.sources import PlacedRecord, place_of, refuse
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language.on_demand import load_records
 from datamodules.language.reward_arguments import LOGGING, parameters_of
 from datamodules.language.reward_calls import function_name
 from datamodules.language.rewards import RewardFunction, load_reward_func
-from datamodules.language.sources import EndlessOrder, load_records
+from datamodules.language.sources import EndlessOrder
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from datamodules.language.text import voted_answer

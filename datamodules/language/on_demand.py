@@ -1,14 +1,17 @@
-"""Records of a file or dataset that are read, checked and encoded when they are asked for."""
+"""Records of any source; those of a file or dataset are read, checked and encoded when they are asked for."""
 
+import random
 import threading
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from datamodules.language.sources import NothingUsable, notice, place_of
-from datamodules.language.tasks.base import Record
+from datamodules.language.sources import TEXTS, NothingUsable, notice, place_of, task_records
+from datamodules.language.tasks import Record, Task, make_task
 from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 #: Rows that are read together.
 BLOCK = 1000
@@ -55,6 +58,66 @@ class Records(ReadByNumber[Record]):
         chosen = [self._numbers[i] for i in numbers]
         found = [self._rows[i] for i in chosen] if isinstance(self._rows, list) else self._rows.take(chosen)
         return [self._as_record(place, row) for place, row in found]
+
+
+def load_records(
+    *,
+    task: str | Task | None = None,
+    task_kwargs: dict[str, Any] | None = None,
+    path: str | Path | None = None,
+    dataset: Any = None,
+    dataset_config: str | None = None,
+    dataset_split: str | None = None,
+    columns: dict[str, str] | None = None,
+    answer_after: str | None = None,
+    split: str = "train",
+    n: int | None = None,
+    seed: int = 0,
+    required: Sequence[str] = ("prompt",),
+    reshape: Callable[[Record, str], Record] | None = None,
+    texts: Sequence[str] = TEXTS,
+    as_read: bool = False,
+) -> Sequence[Record]:
+    """Records from exactly one source, with at least the ``required`` columns; a task synthesises ``chosen`` and
+    ``rejected``. ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
+
+    ``split`` is that of a task, ``train`` or ``test``; files and datasets are taken whole. Of a task ``n`` records are
+    taken, of a file or dataset at most so many, drawn with ``seed``; None: all. ``reshape`` converts a row of a file or
+    dataset, given its place for messages, before its columns are checked; ``texts`` are those that must be text, or
+    numbers. With ``as_read`` the records of a file or dataset stay where they are; each is read and checked when it is
+    asked for.
+
+    Raises:
+        UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
+    """
+    given = [name for name, value in (("task", task), ("path", path), ("dataset", dataset)) if value is not None]
+    if len(given) != 1:
+        raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+    if task is not None:
+        made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
+        return task_records(made, split, n, required)
+    from datamodules.language.files import JsonlRows, describe_dataset, is_table, read_dataset
+    from datamodules.language.formats import as_record
+
+    if path is not None:
+        # A table that ``datasets`` reads, or else JSONL.
+        where, table = str(path), Path(path).is_file() and is_table(Path(path))
+        rows: Rows = read_dataset(str(path), where=where) if table else JsonlRows(path)
+    else:
+        assert dataset is not None
+        where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
+        rows = read_dataset(dataset, dataset_config, dataset_split)
+    if not rows:
+        raise UsageError(f"{where} is empty; at least one record is needed")
+    numbers: Sequence[int] = range(len(rows))
+    if n is not None and n < len(rows):
+        numbers = sorted(random.Random(stream_seed(seed, 0, "records")).sample(numbers, n))
+
+    def to_record(place: str, row: dict[str, Any]) -> Record:
+        return as_record(row, place, columns, answer_after, required, reshape, texts)
+
+    records = Records(rows, numbers, to_record)
+    return records if as_read else list(records)
 
 
 class EncodedRecords(ReadByNumber[Record]):

@@ -1,17 +1,13 @@
-"""Records from a task, a file or a dataset, checked, an error naming their place; and their order in training."""
+"""Records of a task, and checks of those of any source, an error naming their place; and their order in training."""
 
-import json
 import logging
-import random
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from datamodules.language.tasks import Task, make_task
-from datamodules.language.tasks.base import Record
+from datamodules.language.tasks import Record, Task
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.common.seeding import stream_seed
 
@@ -53,25 +49,9 @@ def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
     """A prompt, text or chat messages, checked."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
+    from datamodules.language.formats import as_messages
+
     return as_messages(value, f"{place}: 'prompt'")
-
-
-def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
-    """Chat messages, checked: each has a role, and text unless it calls tools; other keys are the chat template's."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
-    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
-    for i, message in enumerate(messages):
-        if isinstance(message.get("content"), list):
-            raise UsageError(f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
-                             "every algorithm here reads text alone")  # fmt: skip
-        text = message.get("content", "" if message.get("tool_calls") else None)
-        if not isinstance(message.get("role"), str) or not isinstance(text, str):
-            raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content "
-                             f"should be: message {i} lacks one")  # fmt: skip
-        messages[i] = {**message, "content": as_text(text, what)}
-        as_text(json.dumps(message, ensure_ascii=False, default=str), what)
-    return messages
 
 
 def as_text(value: Any, what: str) -> str:
@@ -94,71 +74,7 @@ def short(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
 
 
-# ---------------------------------------------------------------- sources
-
-
-def load_records(
-    *,
-    task: str | Task | None = None,
-    task_kwargs: dict[str, Any] | None = None,
-    path: str | Path | None = None,
-    dataset: Any = None,
-    dataset_config: str | None = None,
-    dataset_split: str | None = None,
-    columns: dict[str, str] | None = None,
-    answer_after: str | None = None,
-    split: str = "train",
-    n: int | None = None,
-    seed: int = 0,
-    required: Sequence[str] = ("prompt",),
-    reshape: Callable[[Record, str], Record] | None = None,
-    texts: Sequence[str] = TEXTS,
-    as_read: bool = False,
-) -> Sequence[Record]:
-    """Records from exactly one source, with at least the ``required`` columns; a task synthesises ``chosen`` and
-    ``rejected``. ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
-
-    ``split`` is that of a task, ``train`` or ``test``; files and datasets are taken whole. Of a task ``n`` records are
-    taken, of a file or dataset at most so many, drawn with ``seed``; None: all. ``reshape`` converts a row of a file or
-    dataset, given its place for messages, before its columns are checked; ``texts`` are those that must be text, or
-    numbers. With ``as_read`` the records of a file or dataset stay where they are; each is read and checked when it is
-    asked for.
-
-    Raises:
-        UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
-    """
-    given = [name for name, value in (("task", task), ("path", path), ("dataset", dataset)) if value is not None]
-    if len(given) != 1:
-        raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
-    if task is not None:
-        made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
-        return _task_records(made, split, n, required)
-    from datamodules.language.files import JsonlRows, describe_dataset, is_table, read_dataset
-    from datamodules.language.formats import as_record
-    from datamodules.language.on_demand import Records, Rows
-
-    if path is not None:
-        # A table that ``datasets`` reads, or else JSONL.
-        where, table = str(path), Path(path).is_file() and is_table(Path(path))
-        rows: Rows = read_dataset(str(path), where=where) if table else JsonlRows(path)
-    else:
-        assert dataset is not None
-        where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
-        rows = read_dataset(dataset, dataset_config, dataset_split)
-    if not rows:
-        raise UsageError(f"{where} is empty; at least one record is needed")
-    numbers: Sequence[int] = range(len(rows))
-    if n is not None and n < len(rows):
-        numbers = sorted(random.Random(stream_seed(seed, 0, "records")).sample(numbers, n))
-
-    def to_record(place: str, row: dict[str, Any]) -> Record:
-        return as_record(row, place, columns, answer_after, required, reshape, texts)
-
-    records = Records(rows, numbers, to_record)
-    return records if as_read else list(records)
-
-
-def _task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
+def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
     """A task's records, or its preferences where ``rejected`` is required, checked as those of a file."""
     what = f"task {task.name!r}"
     try:

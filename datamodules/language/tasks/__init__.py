@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from datamodules.language.tasks.base import Record, RewardFunction, Task, bayes_accuracy
+from datamodules.language.tasks.base import Record, RewardFunction, Task
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import load_object, require_settings
 
-__all__ = ["TASKS", "Record", "RewardFunction", "Task", "bayes_accuracy", "make_task"]
+__all__ = ["TASKS", "Record", "RewardFunction", "Task", "make_task"]
 
 #: Built-in tasks, imported when they are made.
 TASKS = {

@@ -250,19 +250,3 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
         return str(found)
 
     return re.sub(r"\{([A-Za-z_]\w*)\}", value, template)
-
-
-def bayes_accuracy(records: Sequence[Record]) -> float:
-    """Returns the accuracy of the best possible judge of these comparisons, which knows the true utilities.
-
-    mean_i max(p_i, 1 - p_i), with p_i the true probability that the chosen completion wins.
-
-    Args:
-        records: preferences with ``probability``.
-
-    Raises:
-        UsageError: no records, or records without ``probability``.
-    """
-    if not records or any("probability" not in record for record in records):
-        raise UsageError("the Bayes accuracy needs preferences with a 'probability', as tasks synthesise them")
-    return sum(max(record["probability"], 1 - record["probability"]) for record in records) / len(records)

@@ -5,7 +5,7 @@ import math
 import random
 import string
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from datamodules.language.tasks.base import DRAWN, Question, Record, Task
@@ -236,3 +236,19 @@ def distances(edges: dict[str, str], start: str) -> dict[str, int]:
                 reached[node] = reached[here] + 1
                 queue.append(node)
     return reached
+
+
+def bayes_accuracy(records: Sequence[Record]) -> float:
+    """Returns the accuracy of the best possible judge of these comparisons, which knows the true utilities.
+
+    mean_i max(p_i, 1 - p_i), with p_i the true probability that the chosen completion wins.
+
+    Args:
+        records: preferences with ``probability``.
+
+    Raises:
+        UsageError: no records, or records without ``probability``.
+    """
+    if not records or any("probability" not in record for record in records):
+        raise UsageError("the Bayes accuracy needs preferences with a 'probability', as tasks synthesise them")
+    return sum(max(record["probability"], 1 - record["probability"]) for record in records) / len(records)

@@ -380,3 +380,40 @@ def _traits(model: Any) -> Hashable:
     tensors = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return hash((tuple(modules), tuple(tensors), autocast, model.config._attn_implementation))
+
+
+# ---------------------------------------------------------------- rows that fit into the device's memory
+
+#: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
+_SHARE = 0.4
+
+
+def rows_that_fit(model: Any, longest: int, synced_gpus: bool) -> int:
+    """Rows of so many tokens that the free memory has room for, on every rank of sharded weights as many."""
+    device = _device(model)
+    count = max(1, int(_SHARE * (free_memory(device) + held_bytes(model))) // row_bytes(model, longest))
+    if synced_gpus:
+        least = torch.tensor(count, dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        count = int(least)
+    return count
+
+
+def row_bytes(model: Any, length: int) -> int:
+    """Memory that one row takes while it is decoded: keys and values of its tokens in all layers, and its logits."""
+    config = text_config(model.config)
+    heads = getattr(config, "num_attention_heads", None)
+    cache = 0  # of a model without attention, whose state does not grow with the text
+    if heads is not None:
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        item = next(model.parameters()).element_size()
+        cache = 2 * config.num_hidden_layers * key_heads * size * length * item
+    # The draw holds the logits in float32, their softmax in float64 and its running sum.
+    return cache + config.vocab_size * (4 + 8 + 8)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still get on a CUDA device, its own unused reserve included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -22,9 +22,6 @@ from rl_modules.language.sampling.protocol import Completions, RowListener, Samp
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
 
-#: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
-_SHARE = 0.4
-
 
 def sample(
     model: Any,
@@ -255,34 +252,9 @@ def rows_in_flight(
     if cap is not None and cap < 1:
         raise UsageError(f"max_rows_in_flight={cap} must be at least 1, or null for as many as fit")
     rows = len(prompts) * num_generations
-    device = next(model.parameters()).device
-    if cap is None and device.type == "cuda":
-        from rl_modules.language.fast.graphs import held_bytes
+    if cap is None and next(model.parameters()).device.type == "cuda":
+        from rl_modules.language.fast.graphs import rows_that_fit
 
         longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
-        cap = max(1, int(_SHARE * (free_memory(device) + held_bytes(model))) // row_bytes(model, longest))
-        if synced_gpus:
-            least = torch.tensor(cap, dtype=torch.int64, device=device)
-            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-            cap = int(least)
+        cap = rows_that_fit(model, longest, synced_gpus)
     return rows if cap is None else min(rows, cap)
-
-
-def row_bytes(model: Any, length: int) -> int:
-    """Memory that one row takes while it is decoded: keys and values of its tokens in all layers, and its logits."""
-    config = text_config(model.config)
-    heads = getattr(config, "num_attention_heads", None)
-    cache = 0  # of a model without attention, whose state does not grow with the text
-    if heads is not None:
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        item = next(model.parameters()).element_size()
-        cache = 2 * config.num_hidden_layers * key_heads * size * length * item
-    # The draw holds the logits in float32, their softmax in float64 and its running sum.
-    return cache + config.vocab_size * (4 + 8 + 8)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still get on a CUDA device, its own unused reserve included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset
 from torch.nn.utils.rnn import pad_sequence
 
 from datamodules import InstructionDataModule, PromptDataModule
-from datamodules.language.sources import load_records
+from datamodules.language.on_demand import load_records
 from datamodules.language.text import voted_answer
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError

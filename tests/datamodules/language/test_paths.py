@@ -7,7 +7,8 @@ import networkx
 import pytest
 
 from datamodules.language.rewards import load_reward_func
-from datamodules.language.tasks import bayes_accuracy, make_task
+from datamodules.language.tasks import make_task
+from datamodules.language.tasks.paths import bayes_accuracy
 from rl_modules.common.errors import UsageError
 
 

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from datamodules.language.sources import fitting, load_records
+from datamodules.language.on_demand import load_records
+from datamodules.language.sources import fitting
 from datamodules.language.streaming import open_stream
 from rl_modules.common.errors import UsageError
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from datamodules.language.sources import load_records
+from datamodules.language.on_demand import load_records
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import fill
 from rl_modules.common.errors import UsageError

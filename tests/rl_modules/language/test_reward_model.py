@@ -488,7 +488,7 @@ def test_the_picture_shows_the_bins():
 def test_evaluation_is_logged_with_the_bayes_accuracy_and_a_picture(make_trainer, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from datamodules.language.tasks import bayes_accuracy
+    from datamodules.language.tasks.paths import bayes_accuracy
 
     pairs = PreferenceDataModule(task="paths", n_train=32, n_eval=40, batch_size=8, eval_steps=2, eval_batch_size=16)
     logger = TensorBoardLogger(tmp_path, name=None, version="run")
