@@ -134,18 +134,17 @@ class LanguageDataModule(LanguageArguments):
     def load_split(self, split: str, n: int | None, as_read: bool = False) -> "list[Record] | EncodedRecords":
         """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
         training = split == "train"
+        required = self.required if training else self.eval_required
         # A task compares texts.
         is_task = self.task is not None and self.mixture is None
         checks: dict[str, Any] = {"reshape": self.reshape, "texts": TEXTS if is_task else self.texts}
         if not training and isinstance(self.eval_path, dict):
             from datamodules.language.mixture import held_out
 
-            checks |= {"columns": self.columns, "answer_after": self.answer_after, "required": self.eval_required}
+            checks |= {"columns": self.columns, "answer_after": self.answer_after, "required": required}
             return self._encode_and_report(held_out(self.eval_path, self.n_eval, seed=self.seed, **checks))
         if self.mixture is not None and (training or self.eval_path is None):
-            required = self.required if training else self.eval_required
             return self._encode_and_report(self.mixture.load(split, n, required=required, **checks))
-        required = self.required if training else self.eval_required
         if self.task is not None and (training or self.eval_path is None):
             return self._encode_and_report(task_records(self.task, split, n, required))
         from datamodules.language.on_demand import EncodedRecords, load_records

@@ -64,7 +64,8 @@ class GRPO(PolicyWithReference):
     scale_rewards: Any = setting(
         "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
-        kind=bool | str, check=checks.check_scale)  # fmt: skip
+        kind=bool | str, check=checks.check_scale,
+        idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves")  # fmt: skip
     advantage_function: Any = setting(
         None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "

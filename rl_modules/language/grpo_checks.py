@@ -46,20 +46,10 @@ def without_correction(module: Any) -> str | bool:
 def refuse_contradictions(module: Any) -> None:
     """Refuses arguments of which one would do nothing, or can't do its part, beside another."""
     hp: Any = module.hparams
-    path, reference, loss_type = hp.get("advantages"), hp.ref_model_name_or_path, module.loss_type
     low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
-    if loss_type == "cispo" and hp.epsilon_high is None:
+    if module.loss_type == "cispo" and hp.epsilon_high is None:
         raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give "
                          "one, such as 5")  # fmt: skip
-    if loss_type in ("cispo", "sapo") and hp.delta is not None:
-        raise UsageError(f"delta={hp.delta} does nothing for loss_type={loss_type!r}, which does not clip; set it to "
-                         "null")  # fmt: skip
-    if path is not None and module.scale_rewards != "group":
-        raise UsageError(f"scale_rewards={module.scale_rewards!r} does nothing with advantages={path!r}, which scales "
-                         "by itself; give one of them")  # fmt: skip
-    if not hp.beta and (hp.sync_ref_model or reference is not None):
-        given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
-        raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
     if low is not None and high is not None and low > high:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 

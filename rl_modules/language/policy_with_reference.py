@@ -38,6 +38,11 @@ def check_reward_weights(name: str, weights: Any) -> Any:
     return weights
 
 
+def without_reference(module: Any) -> str | None:
+    """The reason why settings of the reference are idle."""
+    return None if module.wants_reference else "where no reference is read; set beta above 0"
+
+
 def without_sync(module: Any) -> str | None:
     """The reason why settings of the reference's updates are idle."""
     return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
@@ -63,8 +68,10 @@ class PolicyWithReference(LanguagePolicy):
         "tokenizer, the texts are tokenized again", check=check_folder)  # fmt: skip
     ref_model_name_or_path: str | None = setting(
         None, "the reference; None: the policy at its start (under LoRA: the adapters switched off)",
-        check=check_folder)  # fmt: skip
-    sync_ref_model: bool = setting(False, "update the reference towards the policy (TR-DPO, arXiv:2404.09656)")
+        check=check_folder, idle=without_reference)  # fmt: skip
+    sync_ref_model: bool = setting(
+        False, "update the reference towards the policy (TR-DPO, arXiv:2404.09656)", idle=without_reference
+    )
     ref_model_mixup_alpha: float = setting(
         0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
     ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
@@ -164,7 +171,7 @@ class PolicyWithReference(LanguagePolicy):
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super()._on_train_batch_start(batch, batch_idx)
-        if self.sync_ref_model:
+        if self.sync_ref_model and self.wants_reference:
             self.sync_reference()
 
     @torch.no_grad()

@@ -613,8 +613,6 @@ def test_scales_may_be_trls_booleans(given, meant):
     ({"top_p": 1.5}, r"top_p=1.5 must lie in \(0, 1\]"),
     ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile=0.0 must lie in \(0, 1\]"),
     ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
-    ({"sync_ref_model": True}, "sync_ref_model=true does nothing at beta=0"),
-    ({"ref_model_name_or_path": "x"}, "ref_model_name_or_path='x' does nothing at beta=0"),
     ({"beta": 0.1, "sync_ref_model": True, "lora": {"r": 2}}, "can't move the reference under lora"),
 ])  # fmt: skip
 def test_refused_arguments(arguments, sentence):

@@ -339,9 +339,7 @@ def test_advantages_of_another_shape_are_refused():
 
 
 @pytest.mark.parametrize(("make", "arguments", "sentence"), [
-    (grpo, {"advantages": "rloo", "scale_rewards": "none"}, "scale_rewards='none' does nothing with advantages='rloo'"),
     (grpo, {"loss_type": "cispo"}, "epsilon_high=None leaves loss_type='cispo' without its bound"),
-    (grpo, {"loss_type": "sapo", "delta": 2.0}, "delta=2.0 does nothing for loss_type='sapo'"),
     (grpo, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0 must be a finite number"),
 ])  # fmt: skip
 def test_refused_arguments(make, arguments, sentence):
