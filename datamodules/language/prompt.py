@@ -14,15 +14,7 @@ from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
-from datamodules.language.rows import (
-    RowLengths,
-    cut,
-    groups_of,
-    has_signal,
-    joined,
-    joined_sequences,
-    require_rewards,
-)
+from datamodules.language.rows import RowLengths, cut, joined_sequences, require_rewards
 from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
@@ -314,23 +306,9 @@ class PromptDataModule(LanguageDataModule):
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
             return {**rollout, **self.rewards.take_notes()}
-        lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
-        for _ in range(self.dynamic_sampling):
-            # Every rank draws equally many, because otherwise the ranks' collectives would not match.
-            wanted = int(self._largest_over_ranks(lacking))
-            if wanted == 0:
-                break
-            rollout = joined(rollout, self._round(wanted))
-            informative = has_signal(rollout["reward"], self.num_generations).tolist()
-            # The first groups with a signal, filled up with the first of those without.
-            groups = sorted(range(len(informative)), key=lambda group: not informative[group])[:n_prompts]
-            rollout = groups_of(rollout, groups, self.num_generations)
-            lacking = n_prompts - sum(informative[group] for group in groups)
-        if lacking and not self._warned_of_lacking:
-            self._warned_of_lacking = True
-            print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
-                  "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
-        return {**rollout, "missing": lacking / n_prompts, **self.rewards.take_notes()}
+        from datamodules.language.dynamic_sampling import replenished
+
+        return {**replenished(self, rollout, n_prompts), **self.rewards.take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
         """Refuses a first generation of several prompts without any reward."""

@@ -1,4 +1,4 @@
-"""Rows of a rollout: functions that join, select and cut them, and the width of each field.
+"""Rows of a rollout: their tokens, their lengths, and the width of each field.
 
 A rollout's ``tokens`` are as wide as its longest row, what belongs to the completions' tokens (``log_prob``, ``mask``,
 ``advantage`` …) as its longest completion. Every function here returns fields of exactly that width.
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import on
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion of a batch.
 Extent = tuple[int, int, int]
@@ -43,50 +42,6 @@ def joined_sequences(prompts: list[list[int]], written: Any, num_generations: in
     tokens[:, :longest] = padded[:, :width]
     tokens[row, place] = written.tokens[row, column]
     return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}
-
-
-def has_signal(reward: Tensor, num_generations: int) -> Tensor:
-    """Whether the scored rewards of each group differ, [P] bool; groups of equal rewards give no gradient."""
-    groups = reward.view(-1, num_generations)
-    highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
-    lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
-    return highest > lowest
-
-
-def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two rollouts as one; the narrower one's tokens and per-token fields are padded with zeros."""
-    result: dict[str, Any] = {}
-    for name, left in one.items():
-        right = other[name]
-        if isinstance(left, Tensor):
-            if left.ndim > 1 and left.shape[1] != right.shape[1]:
-                width = max(left.shape[1], right.shape[1])
-                further = (0, 0) * (left.ndim - 2)  # a field may have several numbers per token
-                left, right = (torch.nn.functional.pad(x, (*further, 0, width - x.shape[1])) for x in (left, right))
-            result[name] = torch.cat([left, right])
-        elif isinstance(left, list) and name != "reward_names":
-            result[name] = left + right
-        else:
-            result[name] = left
-    return result
-
-
-def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: int) -> dict[str, Any]:
-    """Some groups of a rollout, in the order given; what has one entry per group is chosen by group."""
-    rows = [g * num_generations + j for g in groups for j in range(num_generations)]
-    n_rows = len(rollout["length"])
-    chosen: dict[str, Any] = {}
-    for name, value in rollout.items():
-        if name == "reward_names" or not isinstance(value, Tensor | list):
-            chosen[name] = value
-            continue
-        numbers = rows if len(value) == n_rows else list(groups)
-        if isinstance(value, list):
-            chosen[name] = [value[i] for i in numbers]
-        else:
-            chosen[name] = value[on(value.device, numbers)]
-    extent = RowLengths.of(chosen).extent(range(len(rows)))
-    return cut(chosen, extent, before=rollout["log_prob"].shape[1])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
+from datamodules.language.dynamic_sampling import groups_of, has_signal, joined
 from datamodules.language.prompt import PromptDataModule
-from datamodules.language.rows import groups_of, has_signal, joined, joined_sequences
+from datamodules.language.rows import joined_sequences
 from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy import LanguagePolicy
