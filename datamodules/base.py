@@ -344,34 +344,3 @@ class ControlDataModule(Experience):
             return strategy.reduce(own.to(strategy.root_device), reduce_op="sum")
 
         return {**self.metrics(), **self.collector.episodes.means(total)}
-
-    # ---------------------------------------------------------------- state
-
-    @property
-    def _layout(self) -> dict[str, Any]:
-        """The settings that decide what a position in an epoch is."""
-        raise NotImplementedError
-
-    def rank_state(self) -> dict[str, Any]:
-        """Returns this rank's part of the checkpoint; a subclass completes what is under way, and adds its storage."""
-        from datamodules.resume import rank_state
-
-        return rank_state(self)
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`rank_state` returned."""
-        from rl_modules.core.checkpoint import load_state
-
-        load_state(self, state, self.learner_trainer.strategy.root_device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of every rank, which a run needs to resume exactly."""
-        from datamodules.resume import state_of_run
-
-        return {} if self._collector is None else state_of_run(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from datamodules.resume import resume_run
-
-        if self._collector is not None:  # `validate`, `test` and `predict` play separate episodes
-            resume_run(self, state_dict)

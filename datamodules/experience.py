@@ -82,6 +82,39 @@ class Experience(HasParts, Declared, L.LightningDataModule):
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
 
+    # ---------------------------------------------------------------- state
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """The settings that decide what a position in the run is."""
+        return {}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Returns this rank's part of a checkpoint; a subclass first completes what is under way."""
+        from datamodules.resume import own_state
+
+        return own_state(self)
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`rank_state` returned."""
+        from rl_modules.core.checkpoint import load_state
+
+        load_state(self, state, self.learner_trainer.strategy.root_device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of every rank, which a run needs to resume exactly."""
+        from datamodules.resume import state_of_run
+
+        return state_of_run(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from datamodules.resume import resume_run
+
+        if self.is_fitting:
+            resume_run(self, state_dict)
+
+    # ---------------------------------------------------------------- the run
+
     @property
     def learner_trainer(self) -> L.Trainer:
         """The Trainer of the run."""

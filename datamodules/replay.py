@@ -461,5 +461,5 @@ class ReplayDataModule(ControlDataModule):
         self.sampler.load_state_dict(state["sampler"])
         here = preparation(self.learner) if self.has_learner else {}
         # Minibatches that were prepared for another setting are drawn again.
-        if not goes_on or {**here, **state["preparation"]} != here:
+        if not goes_on or {**here, **state.get("preparation", {})} != here:
             self._drawn.clear()

@@ -1,4 +1,4 @@
-"""A control datamodule's part of a checkpoint, written and read."""
+"""A datamodule's part of a checkpoint, written and read."""
 
 from typing import Any
 
@@ -9,30 +9,34 @@ from rl_modules.core.state import state_of
 from rl_modules.ranks import gather_ranks, state_of_rank
 
 
-def rank_state(data: Any) -> dict[str, Any]:
+def own_state(data: Any) -> dict[str, Any]:
     """Returns what a datamodule declares, and the settings on which it depends."""
-    prepared = preparation(data.learner) if data.has_learner else {}
-    return {**state_of(data), "layout": data._layout, "preparation": prepared}
+    own = {**state_of(data), "layout": data._layout}
+    prepared = preparation(data.trainer and data.trainer.lightning_module)
+    return {**own, "preparation": prepared} if prepared else own
 
 
 def state_of_run(data: Any) -> dict[str, Any]:
-    """Returns the state of every rank."""
-    ranks = gather_ranks(data.rank_state(), data._rank, data._world_size)
-    return {"num_timesteps": data.num_timesteps, "n_envs": data.n_envs, "ranks": ranks}
+    """Returns the state of every rank; empty where the run has no environments."""
+    own = {name: getattr(data, name) for name in ("num_timesteps", "n_envs") if hasattr(data, name)}
+    if own and data._collector is None:
+        return {}
+    return {**own, "ranks": gather_ranks(data.rank_state(), data._rank, data._world_size)}
 
 
 def resume_run(data: Any, state: dict[str, Any]) -> None:
     """Restores what :func:`state_of_run` returned."""
-    if "n_envs" not in state:
+    here = getattr(data, "n_envs", None)
+    if here is not None and "n_envs" not in state:
         raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts a new "
                          "run from its weights")  # fmt: skip
     own = state_of_rank(state["ranks"], data._rank, data._world_size)
-    if (saved := state["n_envs"]) != data.n_envs:
-        raise UsageError(f"n_envs={data.n_envs} differs from the checkpoint's {saved}; resume with as many")
-    data._started_at = state["num_timesteps"]
+    if (saved := state.get("n_envs")) != here:
+        raise UsageError(f"n_envs={here} differs from the checkpoint's {saved}; resume with as many")
     data.load_rank_state(own)
-    if data.is_complete:
-        data.learner_trainer.should_stop = True
+    if here is not None:
+        data._started_at = state["num_timesteps"]
+        data.learner_trainer.should_stop |= data.is_complete
 
 
 def resume_rollout(data: Any, state: dict[str, Any]) -> None:
@@ -48,7 +52,7 @@ def resume_rollout(data: Any, state: dict[str, Any]) -> None:
     half_used = data.has_learner and (data._fields is not None or is_ahead)
     here = preparation(data.learner) if half_used else {}
     for name, value in here.items():
-        if state["preparation"].get(name, value) != value:
-            raise UsageError(f"{name}={value!r} (it has {state['preparation'][name]!r}): the checkpoint is from the "
+        if (before := state.get("preparation", {}).get(name, value)) != value:
+            raise UsageError(f"{name}={value!r} (it has {before!r}): the checkpoint is from the "
                              "middle of an epoch, and its rollout was prepared for the old setting; resume with that, "
                              "or from a finished run")  # fmt: skip

@@ -17,7 +17,7 @@ from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.state import forget_state, state_of
+from rl_modules.core.state import forget_state
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
@@ -438,30 +438,10 @@ class LanguageDataModule(LanguageArguments):
 
     # ---------------------------------------------------------------- state
 
-    @property
-    def _layout(self) -> dict[str, Any]:
-        """The settings that decide what a position in the run is."""
-        return {}
-
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
         """The position at which this run resumes a checkpoint of another layout; a UsageError if it can't."""
         return position
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the stream of records and what is left of a generation, of every rank."""
-        from rl_modules.ranks import gather_ranks
-
-        own = {**state_of(self), "layout": self._layout}
-        return {"ranks": gather_ranks(own, self._rank, self._world_size)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; a UsageError for another number of ranks, or steps of another size."""
-        if not self.is_fitting:
-            return
-        from rl_modules.ranks import state_of_rank
-
-        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
-        from rl_modules.core.checkpoint import load_state  # only a run that resumes needs it
-
-        load_state(self, own, self.learner_trainer.strategy.root_device)
-        self._position = self._resumed(own["position"], own["layout"])
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        super().load_rank_state(state)
+        self._position = self._resumed(state["position"], state["layout"])
