@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers.utils import update_mean_var_count_from_moments as merged
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK
@@ -42,12 +43,7 @@ class RunningMeanStd(Stateful):
             return
         if self._own is not None:
             self._own.merge(mean, var, count)
-        delta = mean - self.mean
-        total = self.count + count
-        squares = self.var * self.count + var * count + delta**2 * self.count * count / total
-        self.mean = self.mean + delta * count / total
-        self.var = squares / total
-        self.count = total
+        self.mean, self.var, self.count = merged(self.mean, self.var, self.count, mean, var, count)
 
     def scale(self) -> np.ndarray:
         """Standard deviation, kept away from 0."""

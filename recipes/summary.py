@@ -15,8 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 import rl_modules
 from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.callbacks.curves import log_folder, write_hparams
-from recipes.cli.classes import settings_of
+from recipes.callbacks.curves import log_folder
 from recipes.comparison import METRICS
 from rl_modules.core.curves import write_point
 from rl_modules.loggers import flat_settings
@@ -137,8 +136,8 @@ def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         # The last policy is the last point of the evaluation's curves.
         write_point(trainer, {name.replace("test/", "eval/", 1): value for name, value in final.items()}, step)
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and final and trainer.is_global_zero:
-            write_hparams(logger, settings, changed_settings(settings, [model, data]), final, step)
+        if isinstance(logger, TensorBoardLogger) and final:
+            logger.log_hyperparams(settings, final, step)
         else:
             logger.log_hyperparams(settings)
             if final:
@@ -214,12 +213,6 @@ def _relative(path: str) -> str:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return path
-
-
-def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
-    """Returns the names of the settings that differ from their defaults."""
-    defaults = {name: one.default for owner in owners for name, one in settings_of(type(owner)).items()}
-    return [name for name, value in settings.items() if str(value) != str(defaults.get(name.partition(".")[0]))]
 
 
 def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:

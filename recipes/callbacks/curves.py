@@ -2,7 +2,6 @@
 
 import re
 import struct
-from collections.abc import Collection
 from enum import Enum
 from operator import itemgetter
 from pathlib import Path
@@ -85,24 +84,6 @@ def log_folder(trainer: L.Trainer) -> Path:
         return Path(logger.log_dir)
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-
-
-def write_hparams(
-    logger: TensorBoardLogger, settings: dict[str, Any], chosen: Collection[str], metrics: dict[str, float], step: int
-) -> None:
-    """Writes a run's row of the HPARAMS tab, with the ``chosen`` settings first, and its metrics as points."""
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams
-
-    logger.log_metrics(metrics, step)
-    experiment, start, end = hparams(settings, metrics)
-    plugin = experiment.value[0].metadata.plugin_data
-    data = HParamsPluginData.FromString(plugin.content)
-    for info in data.experiment.hparam_infos:
-        info.differs = info.name in chosen
-    plugin.content = data.SerializeToString()
-    for summary in (experiment, start, end):
-        logger.experiment._get_file_writer().add_summary(summary, step)
 
 
 class ConfigRecord(SaveConfigCallback):

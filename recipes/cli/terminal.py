@@ -70,13 +70,11 @@ def show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-#: Top-level packages of this project.
-PACKAGES = ("configs", "datamodules", "recipes", "rl_modules")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def add_working_directory() -> None:
-    """Makes the working directory's modules importable, after all installed; names those that can't be."""
+    """Makes the working directory's modules importable, after all installed."""
     folder = Path(os.getcwd())
     if folder.resolve() == _ROOT:
         if str(folder) not in sys.path:
@@ -85,11 +83,6 @@ def add_working_directory() -> None:
     # `python -m` puts the working directory first, where a folder `datamodules` would replace the project's package.
     sys.path[:] = [path for path in sys.path if path not in ("", str(folder))]
     sys.path.append(str(folder))
-    hidden = [name for name in PACKAGES if any((folder / name).glob("*.py")) or (folder / f"{name}.py").is_file()]
-    if hidden and is_first_rank():
-        print(f"note: {', '.join(str(folder / name) for name in hidden)} can't be imported: this project has "
-              f"{'packages' if len(hidden) > 1 else 'a package'} of that name; rename yours to use its classes",
-              file=sys.stderr)  # fmt: skip
 
 
 def is_first_rank() -> bool:

@@ -299,10 +299,6 @@ def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\nMyPPO on CartPole-v1" in done.stdout
-    note = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
-    assert len(note) == 1 and str(tmp_path / "datamodules") in note[0]
-    # A folder without Python files, such as one of YAML configs, hides nothing.
-    assert str(tmp_path / "configs") not in note[0]
 
 
 # -------------------------------------------------------------------- the summary
