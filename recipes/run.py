@@ -86,19 +86,16 @@ def _claimed(parent: Path, number: int) -> int:
 
 
 def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
-    """Refuses a new run in the folder of another run, which a user's logger may use for all runs."""
-    checkpoints = Checkpoints.of(trainer)
-    known = (TensorBoardLogger, CSVLogger, WandbLogger)
-    if not trainer.is_global_zero or not trainer.loggers or isinstance(trainer.loggers[0], known):
+    """Refuses a new run in the folder of another run: a named version, or one that a user's logger uses for all."""
+    logger = trainer.loggers[0] if trainer.loggers and trainer.is_global_zero and not trainer.fast_dev_run else None
+    if logger is None or isinstance(logger, WandbLogger) or getattr(logger, "_version", "") is None:
         return
-    if checkpoints is None or not checkpoints.writes or trainer.fast_dev_run:
-        return
-    last = log_folder(trainer) / "checkpoints" / "last.ckpt"
-    if last.exists() and (ckpt_path is None or Path(ckpt_path).resolve().parent != last.resolve().parent):
-        raise UsageError(
-            f"{last.parent.parent} holds a run, which a new one would overwrite: {type(trainer.loggers[0]).__name__} "
-            f"gives both the same name and version; let it count, or continue the run with --ckpt_path {last}"
-        )
+    folder = log_folder(trainer)
+    is_used = any(next(folder.glob(name), None) for name in ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv"))
+    if is_used and (ckpt_path is None or Path(ckpt_path).resolve().parent != (folder / "checkpoints").resolve()):
+        raise UsageError(f"{folder} holds a run, which a new one would overwrite; continue it with --resume or "
+                         f"--ckpt_path {folder / 'checkpoints' / 'last.ckpt'}, or give the logger another version "
+                         "(null: the next number)")  # fmt: skip
 
 
 def place_without_logger(trainer: Any, name: str, run: Run | None = None) -> Path | None:

@@ -12,7 +12,6 @@ from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from recipes.callbacks import curves
 from recipes.run import LOGS, Run, run_name
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
@@ -28,8 +27,6 @@ LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
     "init_args": {"save_dir": LOGS, "name": None, "default_hp_metric": False},
 }
-#: Files of a run that another run in its folder would overwrite or continue.
-_OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
 
 def set_folder(config: Any) -> None:
@@ -94,8 +91,6 @@ def find_checkpoint(
         lock(resumed.folder)
     config["ckpt_path"] = None if given is None else str(given)
     if given is None:
-        if command == "fit" and resumed is None:
-            _require_free_folder(config)
         return None, resumed
     if not Path(given).exists():
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
@@ -119,17 +114,6 @@ def is_found_again(config: Any) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _require_free_folder(config: Any) -> None:
-    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints or curves already."""
-    logger = _logger(config)
-    if not str(getattr(logger, "class_path", "")).endswith(("TensorBoardLogger", "CSVLogger")):
-        return
-    folder = _run_folder(config) if logger.init_args.get("version") is not None else None
-    if folder is not None and any(next(folder.glob(name), None) for name in _OF_A_RUN):
-        raise UsageError(f"{folder} holds a run, which a new one would overwrite; continue it with --resume, or give "
-                         "another trainer.logger.init_args.version (null: the next number)")  # fmt: skip
 
 
 def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
