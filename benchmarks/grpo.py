@@ -65,7 +65,7 @@ class Setting:
 
         from datamodules import PromptDataModule
         from rl_modules import GRPO
-        from rl_modules.language.models import checkpoint_activations
+        from rl_modules.language.fast.kernels import checkpoint_activations
 
         stamps: list[float] = []
         clock = self.clock

@@ -14,7 +14,7 @@ from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import TEXTS, EndlessOrder, fitting, notice, place_of, refuse, task_records
 from datamodules.language.tasks import make_task
-from datamodules.language.text import prompt_text, text_of, voted_answer
+from datamodules.language.tasks.base import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import forget_state

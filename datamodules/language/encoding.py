@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.sources import notice, place_of
-from datamodules.language.text import TAGS
+from datamodules.language.tasks.base import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict
 

@@ -24,27 +24,20 @@ SMALL = {
 }
 #: The classes with a head, by the config's class.
 CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
-#: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture, and what to use here.
+#: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture.
 _OF_LOADING = {
-    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"),
-                    "the module's argument quantization_config sets it"),
-    **dict.fromkeys(("dtype", "torch_dtype"), "the module's argument torch_dtype sets it"),
-    "attn_implementation": "the module's argument of that name sets it",
-    "gradient_checkpointing": "the module's argument of that name sets it",
-    **dict.fromkeys(("device_map", "max_memory", "low_cpu_mem_usage", "offload_folder"),
-                    "the Trainer's devices and strategy place the weights"),
-    **dict.fromkeys(("trust_remote_code", "code_revision"), "code of a model directory is never run"),
-    **dict.fromkeys(("revision", "token", "cache_dir", "subfolder", "variant"),
-                    "download the model, and give its directory as model_name_or_path"),
-    "return_dict": "the algorithms read results by name",
+    "quantization_config", "load_in_4bit", "load_in_8bit", "dtype", "torch_dtype", "attn_implementation",
+    "gradient_checkpointing", "device_map", "max_memory", "low_cpu_mem_usage", "offload_folder", "trust_remote_code",
+    "code_revision", "revision", "token", "cache_dir", "subfolder", "variant", "return_dict",
 }  # fmt: skip
 
 
 def refuse_loading_arguments(model_config: dict[str, Any] | None) -> None:
     """Refuses arguments of ``from_pretrained`` among the fields of an architecture, which would be ignored."""
-    for name in (model_config or {}).keys() & _OF_LOADING.keys():
-        raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture: "
-                         f"{_OF_LOADING[name]}")  # fmt: skip
+    for name in _OF_LOADING.intersection(model_config or {}):
+        raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture; "
+                         "torch_dtype, attn_implementation, quantization_config and gradient_checkpointing are the "
+                         "module's own arguments, and a model is downloaded before")  # fmt: skip
 
 
 def make_config(

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,15 +24,6 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import require_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Operations whose results selective checkpointing keeps.
-_PRODUCTS = [
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-]  # fmt: skip
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 
 
@@ -92,7 +81,10 @@ def make_model(
         from rl_modules.language.pretrained import require_all_weights
 
         require_all_weights(str(name), model, config, found)
-    checkpoint_activations(model, gradient_checkpointing)
+    if gradient_checkpointing:
+        from rl_modules.language.fast.kernels import checkpoint_activations
+
+        checkpoint_activations(model, gradient_checkpointing)
     if initialize is not None:
         initialize(model)
     if lora is not None:
@@ -104,20 +96,6 @@ def make_model(
 
         require_trainable(model, lora or {})
     return model
-
-
-def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
-    """Makes the backward pass recompute a layer's activations instead of keeping them."""
-    if how not in (True, False, "selective"):
-        raise UsageError(f"gradient_checkpointing={how!r} must be true, false or selective")
-    if not how:
-        return
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
-    # Newer versions of transformers warn of the old name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(arguments)
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

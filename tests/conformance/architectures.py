@@ -25,13 +25,14 @@ from rl_modules.language.architecture import make_config
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.chosen_places import last_mlp
 from rl_modules.language.fast.grouped_attention import can_group
+from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.fast.packing import can_pack_scores, can_pack_texts
 from rl_modules.language.fast.self_check import require_left_to_right
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.fast.tiled_head import can_tile
 from rl_modules.language.lora import add_lora
-from rl_modules.language.models import checkpoint_activations, make_model
+from rl_modules.language.models import make_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.sampling.check import decodes

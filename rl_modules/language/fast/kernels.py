@@ -1,18 +1,31 @@
-"""Faster kernels on request: layers that ``torch.compile`` makes, and Liger's (Hsu et al. 2024, arXiv:2410.10989).
+"""Layers on request: compiled ones, Liger's (Hsu et al. 2024, arXiv:2410.10989), and such as are recomputed.
 
 One compilation serves all layers of a model, and texts of every length. Liger has norms, rotary embeddings and
 feed-forward layers for GPUs.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import transformers_model
 from rl_modules.language.fast.self_check import blocks_of, body_of
 from rl_modules.language.models import is_sharded
+
+#: Operations whose results selective checkpointing keeps.
+_PRODUCTS = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+]  # fmt: skip
 
 
 def compile_layers(module: Any) -> None:
@@ -67,3 +80,17 @@ def use_liger_kernel(model: Any, device: torch.device) -> None:
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UsageError(f"use_liger_kernel=true: liger-kernel has no kernels for {kind}; leave it out")
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
+def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
+    """Makes the backward pass recompute a layer's activations instead of keeping them."""
+    if how not in (True, False, "selective"):
+        raise UsageError(f"gradient_checkpointing={how!r} must be true, false or selective")
+    if not how:
+        return
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+    # Newer versions of transformers warn of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(arguments)

@@ -669,7 +669,7 @@ class Judge:
         ({"length_reward": 3}, "one name with its settings"),
         ({"math.pi": {}}, "takes no settings"),
         ("math:pi", "is a float, not a function"),
-        ("datamodules.language.text:nothing", "has no 'nothing'"),
+        ("datamodules.language.tasks.base:nothing", "has no 'nothing'"),
         ("no.such.module.function", "can't be imported"),
         ("fractions:Fraction", "not a function"),
         (3, "is a int, not a function"),

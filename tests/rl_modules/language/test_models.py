@@ -16,7 +16,7 @@ from datamodules import PromptDataModule
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.export import export_model
-from rl_modules.language.models import checkpoint_activations
+from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 from tests.training import fit
 
