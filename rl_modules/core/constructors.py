@@ -5,7 +5,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rl_modules.core.settings import begin, refuse_unknown
+from torch import nn
+
+from rl_modules.common.arguments import is_storable, name_of
+from rl_modules.core.settings import Given, refuse_unknown
 
 
 def recording(init: Callable[..., None]) -> Callable[..., None]:
@@ -22,7 +25,7 @@ def recording(init: Callable[..., None]) -> Callable[..., None]:
         if bound is not None:
             given = dict(bound.arguments)
             bound.apply_defaults()
-            begin(self, (), _flat(init, given), _flat(init, dict(bound.arguments)))
+            begin(self, _flat(init, given), _flat(init, dict(bound.arguments)))
         init(self, *args, **kwargs)
 
     signature: Any = constructor
@@ -40,3 +43,27 @@ def _flat(init: Callable[..., None], bound: dict[str, Any]) -> dict[str, Any]:
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 found[parameter.name] = bound[parameter.name]
     return found
+
+
+def begin(made: Any, given: dict[str, Any], received: dict[str, Any]) -> None:
+    """Notes the arguments of a constructor; those of a more derived one take precedence."""
+    known = made.__dict__.setdefault("_given", Given(list(given)))
+    for name, value in received.items():
+        known.received.setdefault(name, value)
+    known.objects.update({
+        name: name_of(value) for name, value in given.items()
+        if name not in type(made).declared_settings and name not in known.objects and not is_storable(value)
+    })  # fmt: skip
+
+
+def settle(made: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Keeps what a constructor received and passed on with another value; returns the hyperparameters of its own."""
+    declared, known = type(made).declared_settings, made._given
+    stored = {name: value for name, value in known.received.items()
+              if name not in declared and not isinstance(value, nn.Module)}  # fmt: skip
+    known.received = {name: x for name, x in known.received.items() if name not in declared
+                      or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
+    for name in known.received.keys() & declared.keys() & {*known.names}:
+        if declared[name].stored and not is_storable(known.received[name]):
+            known.objects[name] = name_of(known.received[name])
+    return stored

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from rl_modules.common.arguments import is_storable, name_of, plain
+from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.schedules import Schedule, parse_schedule
 
@@ -246,7 +246,8 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     """Makes attributes and hyperparameters of the arguments, then calls its ``__post_init__``."""
     cls = type(made)
     if "_given" not in made.__dict__:  # else a subclass's constructor passes them on
-        begin(made, args, given, {})
+        refuse_unknown(cls, args, given)
+        made.__dict__["_given"] = Given(list(given))
     positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
     if len(args) > len(positional):
         taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
@@ -259,15 +260,11 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
         raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
     super(Declared, made).__init__()
     made.schedules = {}
-    known = made._given
-    stored = {name: value for name, value in known.received.items()
-              if name not in cls.declared_settings and not isinstance(value, nn.Module)}  # fmt: skip
-    # A constructor may have passed on another value than it received.
-    known.received = {name: x for name, x in known.received.items() if name not in cls.declared_settings
-                      or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
-    for name in known.received.keys() & cls.declared_settings.keys() & {*known.names}:
-        if cls.declared_settings[name].stored and not is_storable(known.received[name]):
-            known.objects[name] = name_of(known.received[name])
+    stored: dict[str, Any] = {}
+    if made._given.received:  # by an ordinary constructor
+        from rl_modules.core.constructors import settle
+
+        stored = settle(made, given)
     for name, declared in cls.declared_settings.items():
         value = declared.checked(name, given.get(name, declared.default))
         if declared.stored:
@@ -392,17 +389,3 @@ def _constructor(cls: Any) -> Callable[..., None]:
 def arguments_text(cls: Any) -> str:
     """Returns the lines of a docstring's section of arguments."""
     return "\n".join(f"    {name}: {x.says}." for name, x in cls.declared_settings.items())
-
-
-def begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, Any]) -> None:
-    """Notes the arguments of a constructor; those of a more derived one take precedence."""
-    if "_given" not in made.__dict__:
-        refuse_unknown(type(made), args, given)
-        made.__dict__["_given"] = Given(list(given))
-    known = made._given
-    for name, value in received.items():
-        known.received.setdefault(name, value)
-    known.objects.update({
-        name: name_of(value) for name, value in given.items()
-        if name not in type(made).declared_settings and name not in known.objects and not is_storable(value)
-    })  # fmt: skip
