@@ -19,8 +19,8 @@ _MODULES = {
     "importance": ["importance_weights"], "kl": ["kl_estimate"],
     "linalg": ["conjugate_gradient"],
     "maximum_entropy": ["soft_q_target", "squashed_gaussian_log_prob"],
-    "policy": ["adapt_kl_coefficient", "approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss",
-               "ppo_penalty_loss"],
+    "kl_penalty": ["adapt_kl_coefficient", "ppo_penalty_loss"],
+    "policy": ["approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss"],
     "reductions": ["masked_mean", "masked_whiten"],
     "returns": ["discounted_returns", "n_step_returns"],
     "rlhf": ["bradley_terry_loss", "proportional_kl_coefficient", "rlhf_rewards", "soft_overlong_punishment"],
@@ -57,16 +57,10 @@ if TYPE_CHECKING:
     from rl_modules.functional.grpo import grpo_loss
     from rl_modules.functional.importance import importance_weights
     from rl_modules.functional.kl import kl_estimate
+    from rl_modules.functional.kl_penalty import adapt_kl_coefficient, ppo_penalty_loss
     from rl_modules.functional.linalg import conjugate_gradient
     from rl_modules.functional.maximum_entropy import soft_q_target, squashed_gaussian_log_prob
-    from rl_modules.functional.policy import (
-        adapt_kl_coefficient,
-        approx_kl,
-        clip_fraction,
-        policy_gradient_loss,
-        ppo_clip_loss,
-        ppo_penalty_loss,
-    )
+    from rl_modules.functional.policy import approx_kl, clip_fraction, policy_gradient_loss, ppo_clip_loss
     from rl_modules.functional.reductions import masked_mean, masked_whiten
     from rl_modules.functional.returns import discounted_returns, n_step_returns
     from rl_modules.functional.rlhf import (

@@ -13,10 +13,11 @@ from torch.nn import functional as nnf
 from rl_modules.common.arguments import Custom
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import FORBIDDEN
-from rl_modules.common.spaces import example_arrays, image_channels, pixel_scale, tree_map
+from rl_modules.common.spaces import example_arrays, is_image, tree_map
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.critics import LOG_STD_MAX, LOG_STD_MIN, ActionBounds, PolicyAndCritics, SquashedGaussianPolicy
+from rl_modules.networks.images import pixel_scale
 
 
 def plain_path(name: str, given: Custom) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def as_floats(observation: Any, space: spaces.Space) -> Any:
         options = space.nvec.reshape(-1).tolist()
         return torch.cat([nnf.one_hot(x, n) for x, n in zip(choices, options, strict=True)], 1).float()
     x = observation if observation.is_floating_point() else observation.float()
-    if isinstance(space, spaces.Box) and image_channels(space) is not None:
+    if isinstance(space, spaces.Box) and is_image(space):
         x = x / (pixel_scale(space) or 255.0)
     return x
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.arguments import Custom
-from rl_modules.common.spaces import image_channels, pixel_scale
+from rl_modules.common.spaces import is_image
 from rl_modules.networks.layers import orthogonal
 
 _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
@@ -34,11 +34,13 @@ def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
         from rl_modules.networks.custom import FeaturesExtractor  # only users bring one
 
         return FeaturesExtractor(given, space)
-    if isinstance(space, spaces.Box) and image_channels(space) is not None:
+    if isinstance(space, spaces.Box) and is_image(space):
         from rl_modules.networks.nature_cnn import NatureCNN  # only images need it
 
         return NatureCNN(space, features_dim)
     if isinstance(space, spaces.Dict | spaces.Tuple):
+        from rl_modules.networks.combined import CombinedEncoder
+
         return CombinedEncoder(space)
     return VectorEncoder(space)
 
@@ -51,6 +53,8 @@ class VectorEncoder(nn.Module):
         self.options: list[int] = []
         self.scale = 1.0
         if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
+            from rl_modules.networks.images import pixel_scale
+
             self.scale = pixel_scale(space) or 1.0
         if isinstance(space, spaces.Discrete):
             self.options = [int(space.n)]
@@ -67,25 +71,6 @@ class VectorEncoder(nn.Module):
         zeros = (torch.zeros((len(flat), n), dtype=torch.float32, device=flat.device) for n in self.options)
         choices = flat.long().split(1, 1)
         return torch.cat([x.scatter_(1, c, 1.0) for x, c in zip(zeros, choices, strict=True)], dim=1)
-
-
-class CombinedEncoder(nn.Module):
-    """Encodes each part of a Dict or Tuple observation by its own encoder, [B, …] each → [B, out_features]."""
-
-    def __init__(self, space: spaces.Dict | spaces.Tuple, features_dim: int = 256) -> None:
-        super().__init__()
-        parts = space.items() if isinstance(space, spaces.Dict) else ((str(i), part) for i, part in enumerate(space))
-        # A module's name must not contain a dot, but a Dict's key may.
-        self.keys = []
-        self.encoders = nn.ModuleList()
-        for key, part in parts:
-            self.keys.append(key)
-            self.encoders.append(build_encoder(part, features_dim))
-        self.out_features = sum(encoding_width(encoder) for encoder in self.encoders)
-
-    def forward(self, observation: dict[str, Any]) -> Tensor:
-        encoded = [encoder(observation[key]) for key, encoder in zip(self.keys, self.encoders, strict=True)]
-        return torch.cat(encoded, dim=1)
 
 
 def init_orthogonal(encoder: nn.Module) -> None:
