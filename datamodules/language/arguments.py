@@ -131,7 +131,10 @@ class LanguageArguments(Experience):
     eval_on_start: bool = setting(
         True, "where there are evaluations, evaluate before the first update too. A resumed run does not repeat "
         "it")  # fmt: skip
-    eval_num_generations: int = setting(1, "completions per held-out prompt, the k of pass@k and cons@k", least=1)
+    eval_num_generations: int = setting(
+        1, "completions per held-out prompt, the k of pass@k and cons@k", least=1,
+        idle=lambda data: data.eval_temperature == 0 and "at eval_temperature=0, where completions of a prompt are all "
+        "the same; set that above 0")  # fmt: skip
     eval_temperature: float = setting(0.0, "of those completions; 0: the likeliest words", least=0)
     eval_top_p: float | None = setting(None, "nucleus of those completions; None: all words", above=0, most=1)
     eval_max_completion_length: int | None = setting(None, "tokens; None: the module's", least=1)

@@ -17,6 +17,7 @@ from datamodules.language.tasks import make_task
 from datamodules.language.tasks.base import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.settings import warn_of_idle
 from rl_modules.core.state import forget_state
 from rl_modules.language.sampling import Completions
 
@@ -98,10 +99,8 @@ class LanguageDataModule(LanguageArguments):
             self.eval_records = list(self.load_split("test", self.n_eval))
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
-        if self.eval_records and self.eval_num_generations > 1 and self.eval_temperature == 0:
-            notice(f"eval_num_generations={self.eval_num_generations} completions of a prompt are all the same at "
-                   "eval_temperature=0; set it above 0 for pass@k")  # fmt: skip
         if stage == "fit":
+            warn_of_idle(self, self.idle_arguments())
             if batches := getattr(self.trainer, "overfit_batches", 0):
                 notice(f"overfit_batches={batches} repeats no batch: they are made anew in every "
                        f"pass; give n_train={self.batch_size}, a batch, to learn it by heart")  # fmt: skip

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.language.calls import calls_of
 from datamodules.language.chat_template import ChatEncoder
@@ -247,6 +248,9 @@ def complete(
     how.pop("on_ended", None)
     settings = data.policy.settings(**how)
     if data._dialogues is None or data._dialogues.encoder is not data.encoder:
+        if isinstance(getattr(data.trainer, "strategy", None), ModelParallelStrategy):
+            raise UsageError("environment: ranks with sharded weights would have to write turns together; take a "
+                             "strategy with whole weights, such as ddp")  # fmt: skip
         kwargs, name = data.environment_kwargs or {}, str(data.hparams["environment"])
         make = partial(load_environment(data.environment, kwargs), **kwargs)
         calls = EnvironmentCalls(make, data.env_workers, data.env_timeout_s)

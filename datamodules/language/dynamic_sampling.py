@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from datamodules.language.rows import RowLengths, cut
+from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import on
 
 
 def replenished(data: Any, rollout: dict[str, Any], n_prompts: int) -> dict[str, Any]:
     """Returns as many groups, those with a signal first, and the share of groups that lack one as ``missing``."""
+    if rollout["reward"].ndim > 1:
+        raise UsageError(f"dynamic_sampling={data.dynamic_sampling} compares one reward per completion, and a reward "
+                         "function returned one per token; set it to 0")  # fmt: skip
     lacking = n_prompts - int(has_signal(rollout["reward"], data.num_generations).sum())
     for _ in range(data.dynamic_sampling):
         # Every rank draws equally many, because otherwise the ranks' collectives would not match.

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -69,7 +68,8 @@ class PromptDataModule(LanguageDataModule):
         "``rl rescore``; None: none")  # fmt: skip
     ptx_batch_size: int = setting(0, "demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0)
     ptx_path: str | None = setting(
-        None, "JSONL file of them, with prompt and completion; None: the task's or source's own")  # fmt: skip
+        None, "JSONL file of them, with prompt and completion; None: the task's or source's own",
+        idle=lambda data: not data.ptx_batch_size and "at ptx_batch_size=0; set that above 0")  # fmt: skip
     environment: Any = setting(
         None, "import path of a class with ``reset(record)`` and ``step(message)``, ``my_package.games:Guess``, which "
         "answers the model turn after turn; in Python also the class. Its rewards are those of the function "
@@ -128,11 +128,6 @@ class PromptDataModule(LanguageDataModule):
             if self.mixture is None or not len(self.rewards):
                 raise UsageError(f"curriculum={self.hparams['curriculum']!r} weighs sources by their pass rates; "
                                  "give task a list of sources, with reward functions")  # fmt: skip
-        if self.dynamic_sampling and self.num_generations == 1:
-            raise UsageError(f"dynamic_sampling={self.dynamic_sampling} replaces groups whose rewards are all equal, "
-                             "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
-        if self.ptx_path is not None and not self.ptx_batch_size:
-            raise UsageError(f"ptx_path={self.ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
         self.demonstrations: Any = None
         if self.environment is not None and self.reward_overlap:
             raise UsageError("reward_overlap=true scores completions one by one, and an environment rewards whole "
@@ -140,9 +135,6 @@ class PromptDataModule(LanguageDataModule):
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
-        if self.environment is not None and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
-            raise UsageError("environment: ranks with sharded weights would have to write turns together; take a "
-                             "strategy with whole weights, such as ddp")  # fmt: skip
         if stage == "fit":
             micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
@@ -161,9 +153,6 @@ class PromptDataModule(LanguageDataModule):
                 self.demonstrations = Demonstrations(self)
             module = self.policy
             module.samples_ahead = self.async_generations > 0
-            if self.async_generations and not hasattr(module, "correction"):
-                raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
-                                 f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
             forget_state(self.rewards)
 
     def encode(self, records: list[Record]) -> list[Record]:
@@ -369,9 +358,6 @@ class PromptDataModule(LanguageDataModule):
                 solved = self._solved.setdefault(record["data_source"], [0.0, 0.0])
                 solved[0], solved[1] = solved[0] + sum(right), solved[1] + len(right)
         rollout["reward"] = require_rewards(module.rewards(rollout), len(written.finished), module)
-        if self.dynamic_sampling and rollout["reward"].ndim > 1:
-            raise UsageError(f"dynamic_sampling={self.dynamic_sampling} compares one reward per completion, and a "
-                             "reward function returned one per token; set it to 0")  # fmt: skip
         return rollout
 
     # ---------------------------------------------------------------- dialogues

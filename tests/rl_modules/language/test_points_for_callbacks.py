@@ -89,6 +89,20 @@ def test_what_another_loss_reads_is_named(arguments, sentence):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ({"max_turns": 3}, "max_turns=3 does nothing without environment"),
+        ({"ptx_path": "shown.jsonl"}, "ptx_path='shown.jsonl' does nothing at ptx_batch_size=0"),
+        ({"eval_num_generations": 2}, "eval_num_generations=2 does nothing at eval_temperature=0"),
+    ],
+)  # fmt: skip
+def test_what_the_data_do_not_read_is_named(arguments, sentence):
+    data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0, **arguments)
+    with pytest.warns(UserWarning, match=sentence):
+        fit(GRPO(model_config=TINY, max_completion_length=4), data, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
         ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 does nothing without loss_type=simpo"),
         ({"discopop_tau": 0.1}, "discopop_tau=0.1 does nothing without loss_type=discopop"),
         ({"f_alpha_divergence_coef": 0.1}, "does nothing without f_divergence_type=alpha_divergence"),
