@@ -5,7 +5,7 @@ from typing import Any
 from datamodules.evaluation import count_evaluations
 from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError
-from rl_modules.core.state import state_of
+from rl_modules.core.checkpoint import state_of
 from rl_modules.ranks import gather_ranks, state_of_rank
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from datamodules.envs.failures import missing_extra
 from rl_modules.common.errors import UsageError
-from rl_modules.core.checkpoint import unpack
-from rl_modules.core.state import pack
+from rl_modules.core.checkpoint import pack, unpack
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of the GPU's memory
 try:

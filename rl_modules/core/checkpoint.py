@@ -12,7 +12,7 @@ from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.errors import UsageError
 from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
-from rl_modules.core.state import ARRAY, GENERATOR, Stateful, declared, state_of
+from rl_modules.core.state import Stateful, declared
 from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
@@ -47,6 +47,32 @@ def load_run(module: Any, checkpoint: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- declared state
+
+#: Keys of the dictionaries in which a checkpoint holds what weights_only=True does not load.
+ARRAY, GENERATOR = "numpy.ndarray", "torch.Generator"
+
+
+def state_of(obj: Any, complete: bool = True) -> dict[str, Any]:
+    """The declared attributes as plain data on the CPU."""
+    names = [name for name in declared(obj, kept=True) if complete or name in vars(obj)]
+    return {name.lstrip("_"): pack(getattr(obj, name)) for name in names}
+
+
+def pack(x: Any) -> Any:
+    """A value as a checkpoint holds it."""
+    if isinstance(x, Tensor):
+        return x.detach().cpu().clone()
+    if isinstance(x, np.ndarray | np.generic):
+        return {ARRAY: torch.from_numpy(np.array(x))}
+    if isinstance(x, Generator):
+        return {GENERATOR: x.get_state(), "device": x.device.type}
+    if isinstance(x, dict):
+        return {key: pack(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(pack(value) for value in x)
+    if isinstance(x, list | deque):
+        return [pack(value) for value in x]
+    return x.state_dict() if hasattr(x, "state_dict") else x
 
 
 def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:

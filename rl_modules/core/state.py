@@ -10,19 +10,14 @@ tuples, deques and dictionaries of these. Loading needs no code: everything is s
 """
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
 
 from rl_modules.common.spaces import tree_leaves, tree_map
-
-#: Keys of the dictionaries in which a checkpoint holds what weights_only=True does not load.
-ARRAY, GENERATOR = "numpy.ndarray", "torch.Generator"
 
 
 class State:
@@ -65,10 +60,12 @@ class Stateful:
     """An object whose declared attributes are its state."""
 
     def state_dict(self) -> dict[str, Any]:
+        from rl_modules.core.checkpoint import state_of  # as all that only checkpoints need
+
         return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
-        from rl_modules.core.checkpoint import load_state  # only a run that resumes needs it
+        from rl_modules.core.checkpoint import load_state
 
         load_state(self, state, device)
 
@@ -83,29 +80,6 @@ def forget_state(obj: Any, kept: bool | None = None) -> None:
     """Begins a run: every declared attribute, or those that checkpoints hold or do not, has its initial value again."""
     for name in declared(obj, kept):
         obj.__dict__.pop(name, None)
-
-
-def state_of(obj: Any, complete: bool = True) -> dict[str, Any]:
-    """The declared attributes as plain data on the CPU."""
-    names = [name for name in declared(obj, kept=True) if complete or name in vars(obj)]
-    return {name.lstrip("_"): pack(getattr(obj, name)) for name in names}
-
-
-def pack(x: Any) -> Any:
-    """A value as a checkpoint holds it."""
-    if isinstance(x, Tensor):
-        return x.detach().cpu().clone()
-    if isinstance(x, np.ndarray | np.generic):
-        return {ARRAY: torch.from_numpy(np.array(x))}
-    if isinstance(x, Generator):
-        return {GENERATOR: x.get_state(), "device": x.device.type}
-    if isinstance(x, dict):
-        return {key: pack(value) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(pack(value) for value in x)
-    if isinstance(x, list | deque):
-        return [pack(value) for value in x]
-    return x.state_dict() if hasattr(x, "state_dict") else x
 
 
 # ---------------------------------------------------------------- global generators

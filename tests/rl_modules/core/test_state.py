@@ -12,8 +12,8 @@ import torch
 from datamodules import RolloutDataModule
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
-from rl_modules.core.checkpoint import load_state
-from rl_modules.core.state import Stateful, forget_state, persistent, state_of, transient
+from rl_modules.core.checkpoint import load_state, state_of
+from rl_modules.core.state import Stateful, forget_state, persistent, transient
 from tests.training import fit
 
 
