@@ -22,7 +22,7 @@ from rl_modules.language.sampling.draw import NextToken, uniforms
 
 #: Lengths of the self-check's prompts, and tokens that each is continued by. Two rows are decoded together: the third
 #: begins beside the second, whose text is shorter.
-_PROMPTS, _NEW, _AT_ONCE = (2, 1, 5), (2, 4, 2), 2
+_PROMPTS, _NEW, CHECKED_ROWS = (2, 1, 5), (2, 4, 2), 2
 Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
 #: An empty cache for rows of so many tokens; None: the model's rows are more than keys and values of all tokens.
 MakeCache = Callable[[int], RowCache | None]
@@ -42,10 +42,11 @@ def cache_for(
     if graphs and synced_gpus:
         warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
                   "cache_implementation=dynamic")  # fmt: skip
-    elif graphs and (grouped := _groups(model, longest)) is not None:
-        from rl_modules.language.fast.graphs import held_cache
+    elif graphs:
+        from rl_modules.language.fast.held_graphs import groups, held_cache
 
-        return held_cache(model, grouped, longest, slots, share)
+        if (grouped := groups(model, longest)) is not None:
+            return held_cache(model, grouped, longest, slots, share)
     # Elsewhere sdpa is one fused kernel.
     shares = is_fast() and device.type == "cpu" and can_group(network)
     kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
@@ -70,21 +71,6 @@ def wants_graphs(implementation: str, model: Any) -> bool:
     return is_fast() and (implementation in CACHES[2:] or (implementation == "auto" and on_cuda))
 
 
-def _groups(model: Any, longest: int) -> bool | None:
-    """Whether the steps that become graphs attend by :mod:`grouped_attention`; None: no steps of this model do."""
-    from rl_modules.language.fast.graphs import new_cache
-
-    name = type(model).__name__
-    if new_cache(model, False, longest, 1) is None:
-        warn_once(f"{name} has no static cache here, so that cache_implementation=dynamic is taken")
-        return None
-    for grouped in (True, False) if can_group(transformers_model(model)) else (False,):
-        instead = "its own attention is taken" if grouped else "cache_implementation=dynamic is taken"
-        if decodes(model, partial(new_cache, model, grouped, slots=len(_PROMPTS)), instead):
-            return grouped
-    return None
-
-
 def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
     """Whether token-by-token decoding through a cache, in which a row takes the place of one that has ended, has the
     log-probabilities of one forward pass per text; else it says what is done ``instead``.
@@ -93,7 +79,7 @@ def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
         return False
 
     def run(*of_decoding: Any) -> None:
-        Decoding(model, made, *of_decoding).run(_AT_ONCE)
+        Decoding(model, made, *of_decoding).run(CHECKED_ROWS)
 
     what = f"decoding through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
     return agrees(model, what, lambda: _compare(model, run), instead)

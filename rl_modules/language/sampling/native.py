@@ -164,14 +164,14 @@ class NativeSampler(Sampler):
     def sleep(self) -> None:
         """Frees the graphs where they would not fit beside a training step."""
         if wants_graphs(self.cache_implementation, self.model):
-            from rl_modules.language.fast.graphs import make_room
+            from rl_modules.language.fast.held_graphs import make_room
 
             make_room(self.model, self.graph_memory)
 
     def release(self) -> None:
         """Frees the graphs and their caches; the next call captures them again."""
         if wants_graphs(self.cache_implementation, self.model):
-            from rl_modules.language.fast.graphs import release
+            from rl_modules.language.fast.held_graphs import release
 
             release(self.model)
 
@@ -182,7 +182,7 @@ class NativeSampler(Sampler):
 def _completions(record: Record, model: Any) -> Completions:
     broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
     if broken:
-        from rl_modules.language.fast.graphs import release
+        from rl_modules.language.fast.held_graphs import release
 
         release(model)  # its keys and values may be NaN, which no mask hides from a later generation
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
@@ -253,7 +253,7 @@ def rows_in_flight(
         raise UsageError(f"max_rows_in_flight={cap} must be at least 1, or null for as many as fit")
     rows = len(prompts) * num_generations
     if cap is None and next(model.parameters()).device.type == "cuda":
-        from rl_modules.language.fast.graphs import rows_that_fit
+        from rl_modules.language.fast.held_graphs import rows_that_fit
 
         longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
         cap = rows_that_fit(model, longest, synced_gpus)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 from benchmarks import gpu_cases
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
-from rl_modules.language.fast import graphs, grouped_attention
+from rl_modules.language.fast import graphs, grouped_attention, held_graphs
 from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
 from tests.conformance.architectures import ARCHITECTURES, network
@@ -162,7 +162,7 @@ def test_a_replay_is_the_function_bit_for_bit(family, monkeypatch):
 def test_the_fake_finds_a_tensor_that_has_moved(fake):
     model = build("qwen2")
     by_graphs(model, PROMPTS, **OPTIONS)
-    cache = next(iter(graphs._held[model].caches.values()))
+    cache = next(iter(held_graphs._held[model].caches.values()))
     cache._position = cache._position.clone()
     with pytest.raises(AssertionError, match="has moved"):
         by_graphs(model, PROMPTS, **OPTIONS)
@@ -299,12 +299,12 @@ def test_copies_of_weights_give_what_autocast_gives():
 
 def test_the_least_recently_used_graphs_go_first(fake, monkeypatch):
     model = build("qwen2")
-    monkeypatch.setattr(graphs, "_most", lambda model, share: 250.0)  # two graphs of 100
+    monkeypatch.setattr(held_graphs, "_most", lambda model, share: 250.0)  # two graphs of 100
     found = by_graphs(model, PROMPTS, **OPTIONS)
-    cache = next(iter(graphs._held[model].caches.values()))
+    cache = next(iter(held_graphs._held[model].caches.values()))
     assert list(cache._graphs) == fake.captures[-2:]
     by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)  # other sizes, for which there is no room
-    assert list(graphs._held[model].caches.values()) != [cache] and not cache._stores and not cache._graphs
+    assert list(held_graphs._held[model].caches.values()) != [cache] and not cache._stores and not cache._graphs
     assert rows_of(by_graphs(model, PROMPTS, **OPTIONS)) == rows_of(found)
 
 
@@ -312,15 +312,15 @@ def test_release_frees_all_and_the_next_call_captures_again(fake):
     model = tiny_model()
     sampler = NativeSampler(model, cache_implementation="graph")
     first = sampler.sample([[5, 6], [7]], 4, range(8), settings())
-    assert graphs.held_bytes(model) > 0
-    keys = weakref.ref(next(iter(graphs._held[model].caches.values()))._stores[0])
+    assert held_graphs.held_bytes(model) > 0
+    keys = weakref.ref(next(iter(held_graphs._held[model].caches.values()))._stores[0])
     sampler.release()
-    assert graphs.held_bytes(model) == 0 and keys() is None
+    assert held_graphs.held_bytes(model) == 0 and keys() is None
     count = len(fake.captures)
     again = sampler.sample([[5, 6], [7]], 4, range(8), settings())
     assert len(fake.captures) > count and torch.equal(again.log_prob, first.log_prob)
     sampler.sleep()  # a training step begins; whether both fit is not known on this device
-    assert graphs.held_bytes(model) == 0
+    assert held_graphs.held_bytes(model) == 0
 
 
 @pytest.mark.parametrize(("peak", "keeps"), [(0.5, True), (0.85, False)])
@@ -328,21 +328,21 @@ def test_graphs_stay_beside_training_where_an_earlier_step_left_room(peak, keeps
     model = tiny_model()
     sampler = NativeSampler(model, cache_implementation="graph", graph_memory=0.2)
     there = [torch.nn.Parameter(torch.empty(0))]
-    monkeypatch.setattr(graphs, "_device", lambda model: torch.device("cuda"))
-    monkeypatch.setattr(graphs, "_most", lambda model, share: share * 1e6)
-    monkeypatch.setattr(graphs, "held_bytes", lambda model: 1e5)
+    monkeypatch.setattr(held_graphs, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(held_graphs, "_most", lambda model, share: share * 1e6)
+    monkeypatch.setattr(held_graphs, "held_bytes", lambda model: 1e5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * 1e6)
     for is_first in (True, False):
-        graphs._held[model] = graphs._Held((), None)
+        held_graphs._held[model] = held_graphs._Held((), None)
         sampler.sleep()
-        assert (model in graphs._held) == (keeps and not is_first)
+        assert (model in held_graphs._held) == (keeps and not is_first)
     assert there
 
 
 def test_a_model_that_is_gone_leaves_nothing(fake):
     model = build("qwen2")
     by_graphs(model, PROMPTS, **OPTIONS)
-    gone, keys = weakref.ref(model), weakref.ref(next(iter(graphs._held[model].caches.values()))._stores[0])
+    gone, keys = weakref.ref(model), weakref.ref(next(iter(held_graphs._held[model].caches.values()))._stores[0])
     del model
     gc.collect()
     assert gone() is None and keys() is None
@@ -538,7 +538,7 @@ def test_a_step_that_can_not_be_captured_is_decoded_dynamically_with_its_reason(
     assert rows_of(found) == rows_of(draw(model, PROMPTS, **OPTIONS))
     said = [record.message for record in caplog.records if "operation not permitted" in record.message]
     assert any("cache_implementation=dynamic is taken" in message for message in said) and len(said) == 2
-    assert model not in graphs._held
+    assert model not in held_graphs._held
 
 
 def test_a_bucket_that_can_not_be_captured_runs_as_it_is(monkeypatch, caplog):

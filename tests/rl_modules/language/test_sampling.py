@@ -19,7 +19,7 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
-from rl_modules.language.fast import graphs, shared_prompts
+from rl_modules.language.fast import held_graphs, shared_prompts
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import Completions, check, decode, native, own_generate, sample
 
@@ -498,15 +498,15 @@ def test_a_cap_on_rows_in_flight_changes_no_completion(family, cap):
 def test_on_a_cuda_device_the_cap_follows_from_its_free_memory(qwen2, monkeypatch):
     """2 layers · 2 heads · 8 numbers · 4 bytes, keys and values, 17 tokens; 40 words of 20 bytes."""
     per_row = 2 * 2 * 2 * 8 * 4 * 17 + 40 * 20
-    assert graphs.row_bytes(qwen2, 17) == per_row
+    assert held_graphs.row_bytes(qwen2, 17) == per_row
     parameter = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
     there = SimpleNamespace(config=qwen2.config, parameters=lambda: iter([parameter]))
-    monkeypatch.setattr(graphs, "free_memory", lambda device: int(per_row * 7.5 / 0.4))
+    monkeypatch.setattr(held_graphs, "free_memory", lambda device: int(per_row * 7.5 / 0.4))
     arguments = [[5] * 5, [9]], 8, 12
     assert native.rows_in_flight(there, *arguments, None, False) == 7
     assert native.rows_in_flight(there, *arguments, 100, False) == 16  # all rows
     assert native.rows_in_flight(qwen2, *arguments, None, False) == 16
-    monkeypatch.setattr(graphs, "free_memory", lambda device: 0)
+    monkeypatch.setattr(held_graphs, "free_memory", lambda device: 0)
     assert native.rows_in_flight(there, *arguments, None, False) == 1
     with pytest.raises(UsageError, match="max_rows_in_flight=0 must be at least 1"):
         draw(qwen2, SAME_LENGTH, max_rows_in_flight=0)
