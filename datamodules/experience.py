@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
-from rl_modules.common.arguments import building
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared
@@ -75,6 +74,8 @@ class Experience(HasParts, Declared, L.LightningDataModule):
             from rl_modules.common.checkpoint_file import read_checkpoint
 
             read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
+        from rl_modules.common.stored_arguments import building
+
         with building(cls, kwargs):
             return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 

@@ -17,9 +17,9 @@ from datamodules.envs.vector import make_env
 from recipes.callbacks.pictures import action_directions, draw_values
 from recipes.cli.options import Parser
 from rl_modules import functional as F
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_of
 
 _ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
 _MOST_ROWS = 24

@@ -9,9 +9,9 @@ from typing import Any
 import rl_modules
 from recipes.cli import runs
 from recipes.cli.terminal import quiet
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
+from rl_modules.common.stored_arguments import settings_of
 
 
 def hide_transformers_bars() -> None:

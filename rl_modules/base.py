@@ -11,13 +11,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.algorithm import CHECKPOINT, Algorithm
-from rl_modules.common.arguments import (
-    OWN_NETWORKS,
-    Custom,
-    chosen_by_checkpoint,
-    require_callable,
-    to_plain,
-)
+from rl_modules.common.arguments import OWN_NETWORKS, Custom, chosen_by_checkpoint, require_callable, to_plain
 from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode

@@ -11,8 +11,8 @@ from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
 from rl_modules.base import beside_network, sde_sample_freq, use_sde, without_sde
-from rl_modules.common.arguments import settings_before
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_before
 from rl_modules.contract import Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy

@@ -29,9 +29,10 @@ from recipes.cli.terminal import wait_for
 from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from recipes.signals import Stopped, end_at_sigterm
 from rl_modules.base import ControlModule
-from rl_modules.common.arguments import OWN_NETWORKS, settings_of
+from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
+from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.seams import check_pairing
 from rl_modules.ranks import launches
 

@@ -13,9 +13,9 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.run import LOGS, Run, run_name
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_of
 from rl_modules.loggers import FILLED_IN
 
 #: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.

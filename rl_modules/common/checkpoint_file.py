@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 
-from rl_modules.common.arguments import building, is_storable, name_of, plain, settings_of
+from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import building, is_storable, name_of, settings_of
 from rl_modules.core.settings import Declared, takes_own_arguments
 
 #: What Lightning needs of a checkpoint to build a module from it.

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
 from rl_modules.core.state import Stateful, declared

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_modules.common.arguments import is_storable, name_of
+from rl_modules.common.stored_arguments import is_storable, name_of
 from rl_modules.core.settings import Given, refuse_unknown
 
 

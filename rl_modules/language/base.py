@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rl_modules.algorithm import begin_training
-from rl_modules.common.arguments import build, require_callable, settings_of
+from rl_modules.common.arguments import build, require_callable
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
@@ -439,6 +439,8 @@ class LanguageModule(LanguageMetrics):
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
+        from rl_modules.common.stored_arguments import settings_of
+
         parameters = settings_of(checkpoint)
         if "lora" in parameters and (self.hparams["lora"] is None) != (parameters["lora"] is None):
             from rl_modules.language.lora import refuse_other_adapters
@@ -447,6 +449,8 @@ class LanguageModule(LanguageMetrics):
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._require_own(checkpoint)
+        from rl_modules.common.stored_arguments import settings_of
+
         parameters = settings_of(checkpoint)
         if saved := (parameters.get("description") or {}).get("frozen", {}):
             from rl_modules.language.frozen_weights import add_to, require_same_weights

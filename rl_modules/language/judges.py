@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_of
 from rl_modules.language.architecture import make_config
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_model

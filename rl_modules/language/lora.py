@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_modules.common.arguments import is_storable
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import is_storable
 from rl_modules.language.models import freeze_unread_parts
 
 #: Fields of a LoraConfig that do not define the adapters; the model's head decides the task type.

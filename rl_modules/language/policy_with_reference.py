@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
@@ -299,6 +298,8 @@ class PolicyWithReference(LanguagePolicy):
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
+        from rl_modules.common.stored_arguments import settings_of
+
         description = settings_of(checkpoint).get("description") or {}
         had_reference = description.get("reference_config") is not None
         if "reference_config" in description and had_reference != (self.reference is not None):

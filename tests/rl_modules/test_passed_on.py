@@ -11,8 +11,8 @@ from lightning.pytorch.cli import LightningCLI
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from recipes.language import export
 from rl_modules import GRPO, PPO, SAC, SFT
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import settings_of
 from tests.training import assert_resumes_exactly, fit, rollouts
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -25,8 +25,8 @@ from datamodules import (
     RolloutDataModule,
 )
 from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TD3, TRPO, CrossQ, RewardModel
-from rl_modules.common.arguments import is_storable
 from rl_modules.common.errors import UsageError
+from rl_modules.common.stored_arguments import is_storable
 from rl_modules.core.settings import setting
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
 
