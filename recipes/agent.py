@@ -11,12 +11,11 @@ stage that is done is skipped, one that was stopped resumes: run the same comman
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline, check_folder, measured, run_command, stage_options, writing_options
+from recipes.pipeline import Pipeline, check_folder, measured, run_command, stage_options, write_jsonl, writing_options
 from rl_modules.language.tokenizer import character_tokenizer
 
 STAGES = ("sft", "grpo", "evaluation")
@@ -105,7 +104,7 @@ def write_records(world: str, dialogues: int, seed: int, folder: Path) -> None:
         "test": cls.records("test", 256, seed),
     }
     for name, records in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+        write_jsonl(folder / f"{name}.jsonl", records)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,11 @@ def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
     return [f"{name} has changed" if is_long else f"{name}: {old} → {new}"]
 
 
+def write_jsonl(path: Path, records: Iterable[Any]) -> None:
+    """Writes one record per line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+
+
 def _record(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError):
         return json.loads((folder / RECORD).read_text("utf-8"))

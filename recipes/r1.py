@@ -11,7 +11,6 @@ Source: DeepSeek-AI 2025, arXiv:2501.12948, sections 2.2 and 2.3.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from recipes.pipeline import (
     measured,
     run_command,
     stage_options,
+    write_jsonl,
     writing_options,
 )
 from rl_modules.common.errors import UsageError
@@ -34,14 +34,8 @@ STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
 MODEL = tuple(
     f"model.{name}" for name in ("model_name_or_path", "model_config", "tokenizer_name_or_path", "torch_dtype")
 )
-CURVES = (
-    "eval/pass@1",
-    "eval/rewards/think_answer_format",
-    "train/reward",
-    "train/completions/mean_length",
-    "train/entropy",
-    "train/loss",
-)
+CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "train/reward", "train/completions/mean_length",
+          "train/entropy", "train/loss")  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:
@@ -127,8 +121,9 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
         **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
         "evaluation": ("test", given.grpo, judge),
     })  # fmt: skip
-    if "final" not in left_out:
-        require_task(found["evaluation"])
+    if "final" not in left_out and (data := found["evaluation"]).task is None:
+        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
+                         "--final")  # fmt: skip
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
@@ -137,7 +132,6 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
 
     policy = load_policy(config, arguments)
     data = policy.data
-    require_task(data)
     records = data.task.records("train", n_prompts)
     pairs: list[dict[str, Any]] = []
     for start in range(0, n_prompts, 64):
@@ -154,14 +148,7 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
                          "--preference_prompts")  # fmt: skip
     cut = len(pairs) * 9 // 10
     for name, those in (("train", pairs[:cut]), ("test", pairs[cut:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in those), "utf-8")
-
-
-def require_task(data: Any) -> None:
-    """Raises where there are no training prompts that completions could be written to."""
-    if data.task is None:
-        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
-                         "--final")  # fmt: skip
+        write_jsonl(folder / f"{name}.jsonl", those)
 
 
 def preference(prompt: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from recipes import configs
 from recipes.callbacks.curves import points
@@ -33,32 +32,20 @@ from recipes.pipeline import (
     measured,
     run_command,
     stage_options,
+    write_jsonl,
     writing_options,
 )
 from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
-CURVES = (
-    "train/rewards/utilities/mean",
-    "eval/rewards/utilities",
-    "train/objective/scores",
-    "train/objective/kl",
-    "eval/accuracy",
-    "eval/rewards/accuracies",
-    "train/loss",
-)
+CURVES = ("train/rewards/utilities/mean", "eval/rewards/utilities", "train/objective/scores", "train/objective/kl",
+          "eval/accuracy", "eval/rewards/accuracies", "train/loss")  # fmt: skip
 #: Columns of the table by the metric's name in an evaluation.
 COLUMNS = {
-    "eval/rewards/utilities": "optimality",
-    "eval/rewards/accuracy": "shortest",
-    "eval/scores": "reward model",
-    "eval/kl": "KL",
-    "eval/mean_length": "length",
-    "eval/accuracy": "accuracy",
-    "eval/bayes_accuracy": "best accuracy",
-    "steps": "steps",
-    "seconds": "seconds",
-}
+    "eval/rewards/utilities": "optimality", "eval/rewards/accuracy": "shortest", "eval/scores": "reward model",
+    "eval/kl": "KL", "eval/mean_length": "length", "eval/accuracy": "accuracy", "eval/bayes_accuracy": "best accuracy",
+    "steps": "steps", "seconds": "seconds",
+}  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:
@@ -140,7 +127,8 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
         "preferences": ("test", given.sft, {**seed, **writing_options(options["sft"]), **options["preferences"]}),
         "evaluation": ("test", given.ppo, {**seed, **writing_options(options["ppo"]), **options["evaluation"]}),
     })  # fmt: skip
-    require_comparisons(found["preferences"])
+    if not hasattr((data := found["preferences"]).task, "compare"):
+        raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
 
 
 def compared(
@@ -221,7 +209,6 @@ def write_preferences(
 
     policy = load_policy(config, arguments)
     data = policy.data
-    require_comparisons(data)
     for split in ("train", "test"):
         # A prompt of messages can't be a key of a dictionary.
         records = list({json.dumps(record["prompt"]): record for record in data.task.records(split, None)}.values())
@@ -233,20 +220,15 @@ def write_preferences(
             for i, text in enumerate(written):
                 texts[i // samples].append(text)
         rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}"))
-        with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-            for record, answers in zip(records, texts, strict=True):
-                for _ in range(comparisons):
-                    rng.shuffle(answers)
-                    for first, second in zip(answers[::2], answers[1::2], strict=False):
-                        if first != second:
-                            pair = data.task.compare(record, first, second, rng)
-                            file.write(json.dumps({**pair, **policy.as_read(record)}) + "\n")
-
-
-def require_comparisons(data: Any) -> None:
-    """Raises an error if the data can't compare completions."""
-    if not hasattr(data.task, "compare"):
-        raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
+        pairs = []
+        for record, answers in zip(records, texts, strict=True):
+            for _ in range(comparisons):
+                rng.shuffle(answers)
+                for first, second in zip(answers[::2], answers[1::2], strict=False):
+                    if first != second:
+                        pair = data.task.compare(record, first, second, rng)
+                        pairs.append({**pair, **policy.as_read(record)})
+        write_jsonl(folder / f"{split}.jsonl", pairs)
 
 
 if __name__ == "__main__":

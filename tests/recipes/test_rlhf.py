@@ -140,13 +140,6 @@ def test_every_stage_is_checked_before_the_first(words, sentence, tmp_path, monk
     assert len(error.strip().splitlines()) == 1 and re.search(sentence, error)
 
 
-def test_preferences_need_a_task_that_compares(chatting, tmp_path):
-    with pytest.raises(UsageError, match="addition can't compare completions"):
-        rlhf.write_preferences(
-            "rlhf/sft.yaml", {**chatting, "data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], 1, tmp_path
-        )
-
-
 #: A pipeline of a few steps on a tiny model.
 WORDS = [
     "--folder=out", "--samples=1", f"--sft.model.model_config={TINY}", "--sft.trainer.max_steps=4",
