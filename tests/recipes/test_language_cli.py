@@ -137,15 +137,13 @@ def test_validate_and_test_print_the_metrics(rl, trained):
             assert name in out
 
 
-def test_predict_writes_every_record_or_refuses(rl, trained, monkeypatch):
+@pytest.mark.parametrize("devices", [["--trainer.devices=2"], []])
+def test_predict_writes_every_record(rl, trained, monkeypatch, devices):
     """With several devices each process has a share of the records, of which one process's would be written."""
     words = ["predict", "--config", "tiny.yaml", "--ckpt_path", str(trained / "checkpoints/last.ckpt")]
-    code, _, err = rl(*words, "--trainer.devices=2", "--trainer.accelerator=cpu")
-    assert code == 1 and "trainer.devices=2: predict writes the rows of one process" in err
-    assert not Path("completions.csv").exists()
     # A machine with two devices that Lightning would take both of.
     monkeypatch.setattr("lightning.pytorch.accelerators.cpu.CPUAccelerator.auto_device_count", lambda: 2)
-    code, _, err = rl(*words, "--trainer.accelerator=cpu")
+    code, _, err = rl(*words, *devices, "--trainer.accelerator=cpu")
     assert code == 0, err
     with Path("completions.csv").open() as file:
         assert len(list(csv.DictReader(file))) == CONFIG["data"]["init_args"]["n_eval"]
@@ -285,7 +283,7 @@ def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
         (["record", "--config", "tiny.yaml", "--ckpt_path", "tiny.yaml"], "damaged|record films episodes"),
         (["predict", "--config", "tiny.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
         (["export"], "required: --ckpt_path, --output"),
-        (["export", "--ckpt_path", "none.ckpt", "--output", "x"], "ckpt_path='none.ckpt' is not a file"),
+        (["export", "--ckpt_path", "none.ckpt", "--output", "x"], "none.ckpt is not a file"),
         (["export", "--ckpt", "x"], "required: --ckpt_path, --output"),
     ],
 )  # fmt: skip
@@ -343,8 +341,7 @@ def test_weights_of_another_network_are_named_without_an_argument_of_control(rl,
     torch.save(checkpoint, "cut.ckpt")
     code, _, err = rl("validate", "--config", "tiny.yaml", "--ckpt_path", "cut.ckpt")
     assert code == 1
-    assert "cut.ckpt holds the weights of another network; give the model the checkpoint's arguments: " in err
-    assert lost in err and "net_arch" not in err
+    assert "loading state_dict" in err and lost in err
 
 
 @pytest.mark.long
