@@ -17,7 +17,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli.options import ALONE, CLASS_OPTIONS, GROUPS, arguments_of, options_in, unknown_option
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
-from rl_modules.common.loading import import_user_module, member_of
+from rl_modules.common.loading import import_user_module, load_object, member_of
 from rl_modules.core.settings import Setting
 
 #: Package and base class of what each group names.
@@ -25,6 +25,8 @@ PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
 #: Keys of the first level of a config that only ``fit`` reads.
 OF_FIT = ("checkpoint", "record_every", "resume")
+#: Arguments that name classes, perhaps a user's.
+NAMES_CLASSES = ("logger", "callbacks", "optimizer", "lr_scheduler", "profiler", "strategy", "plugins")
 _NUMBERS = {int, float, bool, str, type(None)}
 
 
@@ -98,6 +100,10 @@ def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], 
             continue
         if place not in (*GROUPS, *ALONE) and not (group in owners and name in arguments_of(owners[group])):
             raise UsageError(unknown_option(place, dict(chosen)))
+        for part in value if name in NAMES_CLASSES and isinstance(value, list) else [value]:
+            path = part.get("class_path") if isinstance(part, dict) else part
+            if name in NAMES_CLASSES and isinstance(path, str) and "." in path:
+                load_object(path, place)  # raises what is wrong in the user's file
         setting = settings_of(owners[group]).get(name) if name and not deeper else None
         if setting is not None and ({*setting.kinds} <= _NUMBERS or setting.check is not None):
             setting.checked(place.replace(".init_args", ""), value)
