@@ -161,7 +161,11 @@ def test_waits_for_the_device(name: str, judge: str) -> None:
             callbacks=[watch], limit_val_batches=0)  # fmt: skip
     assert len(watch.steps) == 8
     for step in watch.steps:
-        shared = {place: n for place, n in step.items() if re.match(r"(shared_scoring|logits|self_check)\.py", place)}
+        shared = {
+            place: n
+            for place, n in step.items()
+            if re.match(r"(shared_scoring|self_check)\.py|scoring\.py:logits_at", place)
+        }
         assert sum(shared.values()) <= SHARED, shared
         assert sum(step.values()) - sum(shared.values()) <= PER_MICRO_BATCH[name], step
     if name in PER_GENERATION:
