@@ -12,6 +12,7 @@ from rl_modules.core.settings import fixed, setting
 from rl_modules.language.architecture import text_config
 from rl_modules.language.completion_metrics import length_metrics, moments, record_completions, table_is_due
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
+from rl_modules.language.judges import in_parts, reference_log_probs_of
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
@@ -198,7 +199,7 @@ class Distillation(PolicyWithReference):
         names = ("tokens", "prompt_length", "length", "log_prob", "kept", "kept_count")
         fields = {**{name: rollout[name] for name in names if name in rollout}, "mask": mask}
         if self.distillation_objective == "policy_gradient":
-            passes = self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
+            passes = in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
             fields["log_prob"] = passes["log_prob"]
             fields["advantage"] = F.distillation_advantage(passes["log_prob"], passes["teacher_log_prob"], mask)
             self.record(mask.sum(), reverse_kl=-F.masked_mean(fields["advantage"], mask))
@@ -211,7 +212,7 @@ class Distillation(PolicyWithReference):
         """Returns log q and log p of the completions' tokens, [b, L] each."""
         text = (tokens, prompt_length, length)
         log_prob, _ = completion_log_probs(self.model, *text, self.temperature, filtered=filtered)
-        return {"log_prob": log_prob, "teacher_log_prob": self.reference_log_probs_of(*text, filtered)}
+        return {"log_prob": log_prob, "teacher_log_prob": reference_log_probs_of(self, *text, filtered)}
 
     # ---------------------------------------------------------------- one minibatch
 

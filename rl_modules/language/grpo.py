@@ -171,8 +171,11 @@ class GRPO(PolicyWithReference):
             from rl_modules.language.advantages import turn_advantages
 
             fields["advantage"] = turn_advantages(self, rollout)
-        needs = "passes" not in rollout and (self.rescores or self.beta)
-        passes = self.in_parts(rollout, self.evaluate_completions, filtered) if needs else rollout.get("passes", {})
+        passes = rollout.get("passes", {})
+        if "passes" not in rollout and (self.rescores or self.beta):
+            from rl_modules.language.judges import in_parts
+
+            passes = in_parts(self, rollout, self.evaluate_completions, filtered)
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
             from rl_modules.language.sampling.correction import importance_weights
@@ -221,7 +224,9 @@ class GRPO(PolicyWithReference):
             result = dict(zip(("log_prob", "entropy"), found, strict=True))
         if self.beta:
             self.sync_reference()
-            result["ref_log_prob"] = self.reference_log_probs_of(*text, filtered)
+            from rl_modules.language.judges import reference_log_probs_of
+
+            result["ref_log_prob"] = reference_log_probs_of(self, *text, filtered)
         return result
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -1,17 +1,28 @@
-"""The frozen models beside a policy, its reference and its reward model: read at a run's start, or for a checkpoint."""
+"""The frozen models beside a policy, its reference and its reward model: how they are read, and passes of them."""
+
+from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import on
 from rl_modules.common.stored_arguments import settings_of
-from rl_modules.language.architecture import make_config
+from rl_modules.language.architecture import make_config, max_length
+from rl_modules.language.critics import sequence_scores
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_model
+from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.support import Filter
 
 
 def build_judges(policy: Any, config: Any) -> None:
@@ -132,3 +143,65 @@ def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: Pre
         f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
         f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
     )
+
+
+def require_same_reference(policy: Any, checkpoint: dict[str, Any]) -> None:
+    """Refuses a checkpoint of a run that had a reference where this one has none, and the reverse."""
+    description = settings_of(checkpoint).get("description") or {}
+    had_reference = description.get("reference_config") is not None
+    if "reference_config" in description and had_reference != (policy.reference is not None):
+        names = [name for name in ("beta", "reference_free", "ref_model_name_or_path") if name in policy.hparams]
+        settings = ", ".join(f"{name}={policy.hparams[name]!r}" for name in names)
+        raise UsageError(f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
+                         f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
+                         "had, or begin a new run from an export")  # fmt: skip
+
+
+# ---------------------------------------------------------------- passes over a generation
+
+
+def scores_of_texts(policy: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+    """The reward model's score of whole texts minus its offset, [b]."""
+    require_room("reward model", policy.reward_model, tokens)
+    return sequence_scores(policy.reward_model, tokens, prompt_length + length) - policy.reward_offset
+
+
+def reference_log_probs_of(
+    policy: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+) -> Tensor:
+    """Returns log π_ref of the completions' tokens, [b, L]."""
+    with policy.reference_model() as reference:
+        require_room("reference", reference, tokens)
+        text = (tokens, prompt_length, length)
+        return completion_log_probs(reference, *text, policy.temperature, filtered=filtered)[0]
+
+
+def require_room(name: str, model: Any, tokens: Tensor) -> None:
+    """Refuses texts that are longer than the context of the reference or reward model."""
+    longest = max_length(model.config)
+    if tokens.shape[1] > longest:
+        raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
+                         "lower max_completion_length")  # fmt: skip
+
+
+def in_parts(
+    policy: Any, rollout: dict[str, Any], compute: Callable[..., dict[str, Tensor]], filtered: Filter | None = None
+) -> dict[str, Tensor]:
+    """Runs ``compute`` over a generation, in parts of rows of similar length; it makes tensors [b] or [b, L]."""
+    lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
+    total, length = lengths.tolist()
+    order = sorted(range(len(total)), key=total.__getitem__)
+    results: dict[str, Tensor] = {}
+    for rows in on(lengths.device, order).split(policy.forward_rows):
+        longest = total[order[len(rows) - 1]]
+        order = order[len(rows) :]
+        text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
+        for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
+            if name not in results:
+                width = (max(length),) * (value.ndim - 1)
+                results[name] = value.new_zeros((len(total), *width))
+            if value.ndim == 1:
+                results[name][rows] = value
+            else:
+                results[name][rows, : value.shape[1]] = value
+    return results

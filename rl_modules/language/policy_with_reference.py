@@ -1,7 +1,7 @@
 """Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, real_number
-from rl_modules.common.modules import on
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.language.architecture import max_length, plain_config
+from rl_modules.language.architecture import plain_config
 from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
-from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 if TYPE_CHECKING:
@@ -221,10 +219,9 @@ class PolicyWithReference(LanguagePolicy):
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
         """Returns the reward model's score of whole texts minus its offset, [b]."""
-        from rl_modules.language.critics import sequence_scores
+        from rl_modules.language.judges import scores_of_texts
 
-        self.require_room("reward model", self.reward_model, tokens)
-        return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
+        return scores_of_texts(self, tokens, prompt_length, length)
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
         """Returns the reward model's score of each completion minus its offset, [B]."""
@@ -246,45 +243,6 @@ class PolicyWithReference(LanguagePolicy):
 
         return Filter(self.repetition_penalty, fields.get("kept"), fields.get("kept_count"))
 
-    def reference_log_probs_of(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: "Filter | None" = None
-    ) -> Tensor:
-        """Returns log π_ref of the completions' tokens, [b, L]."""
-        with self.reference_model() as reference:
-            self.require_room("reference", reference, tokens)
-            text = (tokens, prompt_length, length)
-            return completion_log_probs(reference, *text, self.temperature, filtered=filtered)[0]
-
-    @staticmethod
-    def require_room(name: str, model: Any, tokens: Tensor) -> None:
-        """Refuses texts that are longer than the context of the reference or reward model."""
-        longest = max_length(model.config)
-        if tokens.shape[1] > longest:
-            raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
-                             "lower max_completion_length")  # fmt: skip
-
-    def in_parts(
-        self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]], filtered: "Filter | None" = None
-    ) -> dict[str, Tensor]:
-        """Runs ``compute`` over a generation, in parts of rows of similar length; it makes tensors [b] or [b, L]."""
-        lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
-        total, length = lengths.tolist()
-        order = sorted(range(len(total)), key=total.__getitem__)
-        results: dict[str, Tensor] = {}
-        for rows in on(lengths.device, order).split(self.forward_rows):
-            longest = total[order[len(rows) - 1]]
-            order = order[len(rows) :]
-            text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
-            for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
-                if name not in results:
-                    width = (max(length),) * (value.ndim - 1)
-                    results[name] = value.new_zeros((len(total), *width))
-                if value.ndim == 1:
-                    results[name][rows] = value
-                else:
-                    results[name][rows, : value.shape[1]] = value
-        return results
-
     def write_completions(self, rollout: Rollout, **columns: Tensor) -> None:
         """Writes a table of the first completions with their rewards and further columns, [B] each."""
         if not self.trainer.is_global_zero:
@@ -298,16 +256,9 @@ class PolicyWithReference(LanguagePolicy):
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
-        from rl_modules.common.stored_arguments import settings_of
+        from rl_modules.language.judges import require_same_reference
 
-        description = settings_of(checkpoint).get("description") or {}
-        had_reference = description.get("reference_config") is not None
-        if "reference_config" in description and had_reference != (self.reference is not None):
-            names = [name for name in ("beta", "reference_free", "ref_model_name_or_path") if name in self.hparams]
-            settings = ", ".join(f"{name}={self.hparams[name]!r}" for name in names)
-            raise UsageError(f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
-                             f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
-                             "had, or begin a new run from an export")  # fmt: skip
+        require_same_reference(self, checkpoint)
 
     # ---------------------------------------------------------------- helpers
 

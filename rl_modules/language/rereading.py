@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import max_length
 from rl_modules.language.critics import sequence_scores
+from rl_modules.language.judges import in_parts
 
 Prompts = Sequence[str | list[dict[str, Any]]]
 
@@ -86,7 +87,7 @@ def scores_of(policy: Any, rollout: dict[str, Any]) -> Tensor:
     longest = max_length(policy.reward_model.config)
     if policy.reward_tokenizer is None:
         ended = with_ended_turns(rollout, policy.tokenizer, longest)
-        scores: Tensor = policy.in_parts(ended, lambda *text: {"score": policy.scores(*text)})["score"]
+        scores: Tensor = in_parts(policy, ended, lambda *text: {"score": policy.scores(*text)})["score"]
         return scores
     asked, texts, finished = rollout["asked"], rollout["texts"], rollout["finished"].tolist()
     tokens, length = encode_again(policy.reward_tokenizer, asked, texts, finished, longest)

@@ -13,7 +13,7 @@ from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics, record_completions, table_is_due
 from rl_modules.language.critics import HeadOnPolicy, token_values, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
-from rl_modules.language.judges import check_same_tokens
+from rl_modules.language.judges import check_same_tokens, in_parts, reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import (
@@ -180,7 +180,7 @@ class RLHFPPO(PolicyWithReference):
         earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
         mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
-        rollout |= self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
+        rollout |= in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
         reward = self.token_rewards(rollout)
         advantage = self.advantages(reward, rollout["value"], mask)
         returns = torch.where(mask, advantage + rollout["value"], 0.0)
@@ -202,7 +202,7 @@ class RLHFPPO(PolicyWithReference):
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True, filtered=filtered)
         found = {"log_prob": log_prob, "value": value, "entropy": entropy}
         return (
-            {**found, "ref_log_prob": self.reference_log_probs_of(*text, filtered)} if self.wants_reference else found
+            {**found, "ref_log_prob": reference_log_probs_of(self, *text, filtered)} if self.wants_reference else found
         )
 
     def policy_and_value(
@@ -380,7 +380,7 @@ class RLHFPPO(PolicyWithReference):
         """Logs evaluation metrics, with held-out completions' scores and their KL to the reference."""
         super().log_completions(batch, batch_idx)
         if self.wants_reference:
-            passes = self.in_parts(batch, self.evaluate_completions)
+            passes = in_parts(self, batch, self.evaluate_completions)
             distance = passes["log_prob"] - passes["ref_log_prob"]
             kl = torch.where(batch.get("written", distance == distance), distance, 0.0).sum(-1).mean()
             self.log_evaluation({"eval/kl": kl}, len(batch["answers"]))

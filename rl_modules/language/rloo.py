@@ -11,6 +11,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
+from rl_modules.language.judges import in_parts, reference_log_probs_of
 from rl_modules.language.policy_with_reference import Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import written_mask
@@ -78,7 +79,7 @@ class RLOO(GRPO):
         """
         if self.kl_coefficient:
             self.sync_reference()
-            passes = self.in_parts(rollout, self.evaluate_completions, self.filter_of(rollout))
+            passes = in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
             mask = written_mask(rollout)
             counts = rollout["finished"] if self.mask_truncated_completions else mask.any(-1)
             log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]
@@ -96,7 +97,7 @@ class RLOO(GRPO):
         text = (tokens, prompt_length, length)
         result = super().evaluate_completions(*text, filtered)
         if self.kl_coefficient:
-            result["reference"] = self.reference_log_probs_of(*text, filtered)
+            result["reference"] = reference_log_probs_of(self, *text, filtered)
         return result
 
     # ---------------------------------------------------------------- optimization

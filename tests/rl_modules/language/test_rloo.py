@@ -186,7 +186,7 @@ def test_the_policy_reads_a_generation_once(monkeypatch):
         read.append(model)
         return completion_log_probs(model, *arguments, **options)
 
-    for name in ("grpo", "policy_with_reference"):
+    for name in ("grpo", "judges"):
         monkeypatch.setattr(f"rl_modules.language.{name}.completion_log_probs", counted)
     fit(module, addition(), max_steps=1)
     assert [model is module.model for model in read] == [True, False]
