@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
-from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves
@@ -21,8 +20,9 @@ Misfit = Callable[[Any], str | None]
 def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> Misfit:
     """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        keys: Any = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
-        return _of_parts({key: misfit(space[key], batch, f"{part}[{key!r}]") for key in keys}, part)
+        from datamodules.envs.misfits import misfit_of_parts
+
+        return misfit_of_parts(space, batch, part)
     shape, dtype = (*batch, *(space.shape or ())), np.dtype(space.dtype)
     known: set[Any] = {dtype}  # dtypes of arrays, and types of numbers, that fit
 
@@ -30,48 +30,11 @@ def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> 
         kind = observation.__class__
         if (observation.shape == shape and observation.dtype in known) if kind is np.ndarray else kind in known:
             return None
-        if isinstance(observation, Tensor):
-            given: Any = observation.dtype
-            found, fits = tuple(observation.shape), not observation.is_complex()
-        else:
-            try:
-                array = np.asarray(observation)
-            except ValueError:  # rows of several lengths
-                array = np.asarray(None)
-            if array.dtype == object:
-                return f"the observation {str(observation)[:60]}, and its observation_space{part} has the shape {shape}"
-            found, given = array.shape, array.dtype
-            fits = np.can_cast(given, dtype, "same_kind")
-            if fits and shape == found:
-                known.add(kind if isinstance(observation, int | np.number) else given)
-        if found != shape:
-            return f"an observation of shape {found}, and its observation_space{part} has {shape}"
-        return None if fits else f"an observation of dtype {given}, and its observation_space{part} has {dtype}"
+        from datamodules.envs.misfits import examine
+
+        return examine(observation, shape, dtype, known, part)
 
     return leaf
-
-
-def _of_parts(parts: dict[Any, Misfit], part: str) -> Misfit:
-    def nested(observation: Any) -> str | None:
-        for key, check in parts.items():
-            try:
-                value = observation[key]
-            except (KeyError, IndexError, TypeError):
-                return f"an observation without {key!r}, and its observation_space{part} has that"
-            if wrong := check(value):
-                return wrong
-        return None
-
-    return nested
-
-
-def plain_number(value: Any) -> bool | int | float | None:
-    """A number of Python, NumPy or torch, or an array of one, as Python's; None for anything else."""
-    try:
-        value = value.item() if hasattr(value, "item") else value
-    except (ValueError, RuntimeError):  # several
-        return None
-    return value if isinstance(value, bool | int | float) else None
 
 
 def without(names: frozenset[str], info: dict[str, Any]) -> dict[str, Any]:

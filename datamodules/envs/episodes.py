@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from datamodules.envs.boundary import ADDED, misfit, plain_number, without
+from datamodules.envs.boundary import ADDED, misfit, without
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
 
@@ -60,15 +60,13 @@ class SeededEpisodes(gym.Wrapper):
         except TypeError as error:
             if "unexpected keyword" not in str(error):
                 raise
-            raise UsageError(f"reset of {_name(self.unwrapped)} must take the keywords seed and options, as Gymnasium "
-                             f"calls it: {error}") from error  # fmt: skip
+            raise self._misfits.of_keywords(self.unwrapped, error) from error
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
-            raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
-                             "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
+            raise self._misfits.of_reset(self.unwrapped, returned)
         observation, info = returned
-        if self._misfit(observation) is not None:
-            self._require(observation, info)
+        if wrong := self._misfit(observation):
+            self._misfits.require(self.unwrapped, wrong, info)
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
             self._resets.append(len(self._actions))
@@ -86,14 +84,11 @@ class SeededEpisodes(gym.Wrapper):
         try:
             observation, reward, terminated, truncated, info = returned
         except (TypeError, ValueError) as error:
-            raise UsageError(f"step of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's step returns 5: "
-                             "observation, reward, terminated, truncated, info (the old Gym returned done in place of "
-                             "the two)") from error  # fmt: skip
+            raise self._misfits.of_step(self.unwrapped, returned) from error
         if not (terminated.__class__ in _BOOLS and truncated.__class__ in _BOOLS and reward.__class__ in _NUMBERS):
-            terminated, truncated = self._number("terminated", terminated), self._number("truncated", truncated)
-            reward = self._number("reward", reward, "a number")
-        if self._misfit(observation) is not None or info.__class__ is not dict:
-            self._require(observation, info)
+            reward, terminated, truncated = self._misfits.numbers(self.unwrapped, reward, terminated, truncated)
+        if (wrong := self._misfit(observation)) or info.__class__ is not dict:
+            self._misfits.require(self.unwrapped, wrong, info)
         if self._refuses_masks and MASK in info:
             raise UsageError("the environment's info has an action_mask after a step, but had none after the reset; "
                              "give one there too, or data.action_masks=false")  # fmt: skip
@@ -104,22 +99,12 @@ class SeededEpisodes(gym.Wrapper):
         info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
         return observation, reward, terminated, truncated, info
 
-    def _require(self, observation: Any, info: Any) -> None:
-        """Refuses an observation that does not fit its space, and infos that are no dictionary."""
-        if wrong := self._misfit(observation):
-            raise UsageError(f"the environment {_name(self.unwrapped)} returned {wrong}; make them agree")
-        if not isinstance(info, dict):
-            raise self._refusal("info", info, "a dictionary")
+    @property
+    def _misfits(self) -> Any:
+        """What is said of environments that return something else, and imported then."""
+        from datamodules.envs import misfits
 
-    def _number(self, what: str, value: Any, kind: str = "true or false") -> Any:
-        """A reward or an end as Python's number; arrays of one element count as their element, 0 and 1 as an end."""
-        number = plain_number(value)
-        if number is None or (what != "reward" and number not in (0, 1)):
-            raise self._refusal(what, value, kind)
-        return number if what == "reward" else bool(number)
-
-    def _refusal(self, what: str, value: Any, kind: str) -> UsageError:
-        return UsageError(f"step of {_name(self.unwrapped)} returned {what}={value!r}; it must be {kind}")
+        return misfits
 
     def _leave_game(self) -> None:
         """Have the next reset begin a new game."""
@@ -151,18 +136,6 @@ class SeededEpisodes(gym.Wrapper):
     def last_observation(self) -> Any:
         """What the environment returned last."""
         return self._last_observation
-
-
-def _name(env: gym.Env) -> str:
-    return f"{type(env).__module__}:{type(env).__name__}"
-
-
-def _kind(returned: object) -> str:
-    if not isinstance(returned, tuple):
-        return f"a {type(returned).__name__}"
-    if len(returned) != 2:
-        return f"{len(returned)} values"
-    return "None as the observation" if returned[0] is None else f"info={returned[1]!r}, no dictionary"
 
 
 # ---------------------------------------------------------------- those of a vector
