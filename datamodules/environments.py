@@ -162,7 +162,7 @@ class Environments:
         envs = make_vector_env(self.env_id, n_envs, self.vectorization_mode, self.autoreset_mode, self.env_kwargs,
                                self.wrappers, self._mask_source)  # fmt: skip
         if self.has_engine:
-            self._require_spaces(spaces_of(envs), self._spaces)
+            self._require_same_spaces(envs, evaluates=False)
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
@@ -174,35 +174,19 @@ class Environments:
     def make_for_evaluation(self, n_envs: int) -> VectorEnv:
         """Makes the vector of an evaluation; refuses one with other spaces than that of training."""
         if self.makes_vector:
-            from datamodules.envs.masks import VectorWithoutMasks
-            from datamodules.envs.tensors import AsArrays, returns_tensors
+            from datamodules.envs.foreign import evaluation_vector
 
-            made = make_env(self.env_id, self.eval_env_kwargs)
-            if made is self._made:
-                raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
-                                 "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
-            made = made if self._mask_source is None else VectorWithoutMasks(made)
-            return AsArrays(made) if returns_tensors(made, self.seed) else made
+            return evaluation_vector(self, make_env(self.env_id, self.eval_env_kwargs))
         envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs,
                                self.eval_wrappers, self._mask_source)  # fmt: skip
         if self.evaluates_elsewhere:
-            self._require_spaces(self._spaces, spaces_of(envs))
+            self._require_same_spaces(envs, evaluates=True)
         return envs
 
-    @property
-    def _spaces(self) -> dict[str, gym.Space]:
-        return {"observation_space": self.observation_space, "action_space": self.action_space}
+    def _require_same_spaces(self, envs: VectorEnv, evaluates: bool) -> None:
+        from datamodules.envs.foreign import require_same_spaces
 
-    @staticmethod
-    def _require_spaces(trained: dict[str, gym.Space], evaluated: dict[str, gym.Space]) -> None:
-        """Raises where training and evaluation have other spaces, bounds aside."""
-        from rl_modules.checkpoints import space_brief
-
-        for name, space in trained.items():
-            here, there = space_brief(space), space_brief(evaluated[name])
-            if here != there:
-                raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {there}, in "
-                                 f"training it is {here}; the policy needs the same")  # fmt: skip
+        require_same_spaces(self, envs, evaluates)
 
 
 def require_entries(name: str, observation_space: gym.Space, action_space: gym.Space) -> None:
@@ -226,8 +210,3 @@ def warn_of_own_statistics(env: Any) -> None:
             rank_zero_warn(f"the wrapper {name} keeps running statistics of its own: evaluations begin with others, "
                            f"and resumed runs with none; leave it out and set {OWN_STATISTICS[name]}=True")  # fmt: skip
         env = env.env
-
-
-def spaces_of(envs: VectorEnv) -> dict[str, gym.Space]:
-    """Returns the spaces of one of a vector's environments by name."""
-    return {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}

@@ -7,8 +7,11 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torch import Tensor
 
 from datamodules.envs.boundary import ADDED, Boundary, misfit, without
+from datamodules.envs.masks import VectorWithoutMasks
+from datamodules.envs.tensors import AsArrays, returns_tensors
+from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_leaves
+from rl_modules.common.spaces import SPACES, tree_leaves
 
 
 class ForeignBoundary(Boundary):
@@ -92,3 +95,25 @@ class ForeignBoundary(Boundary):
                                  "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
                                  "observation after the reset; return a copy (state.copy()), or give it "
                                  "AutoresetMode.NEXT_STEP")  # fmt: skip
+
+
+# ---------------------------------------------------------------- environments of evaluation
+
+
+def evaluation_vector(environments: Any, made: VectorEnv) -> VectorEnv:
+    """Returns a vector of the user's, made for an evaluation, as one of arrays and without masks of its own."""
+    if made is environments._made:
+        raise UsageError(f"{environments.name} was given as one vector, in which training steps: it can't be evaluated "
+                         "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
+    made = made if environments._mask_source is None else VectorWithoutMasks(made)
+    return AsArrays(made) if returns_tensors(made, environments.seed) else made
+
+
+def require_same_spaces(environments: Any, envs: VectorEnv, evaluates: bool) -> None:
+    """Refuses a vector of evaluation, or an engine of training, with other spaces than the other, bounds aside."""
+    for name in SPACES:
+        pair = space_brief(getattr(environments, name)), space_brief(getattr(envs, f"single_{name}"))
+        trained, evaluated = pair if evaluates else reversed(pair)
+        if trained != evaluated:
+            raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {evaluated}, in "
+                             f"training it is {trained}; the policy needs the same")  # fmt: skip
