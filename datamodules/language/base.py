@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from datamodules.language.reward_threads import EarlyRewards
     from rl_modules.language.contract import TextLearner, WritingLearner
 
-#: Most training records of a file or dataset that are all encoded at the start.
-LOADED = 20_000
 Record = dict[str, Any]
 Batch = dict[str, Any]
 
@@ -146,25 +144,9 @@ class LanguageDataModule(LanguageArguments):
             return self._encode_and_report(self.mixture.load(split, n, required=required, **checks))
         if self.task is not None and (training or self.eval_path is None):
             return self._encode_and_report(task_records(self.task, split, n, required))
-        from datamodules.language.on_demand import EncodedRecords, load_records
+        from datamodules.language.on_demand import records_of
 
-        source: dict[str, Any] = {"path": self.path, "dataset": self.dataset}
-        if not training and self.eval_path is not None:
-            source = {"path": self.eval_path}
-        elif training and not isinstance(self.dataset, str | None):
-            from datamodules.language.files import refuse_stream
-
-            refuse_stream(self.dataset)
-        records: Any = load_records(
-            **source,
-            dataset_config=self.dataset_config, dataset_split=self.dataset_split if training else self.eval_split,
-            columns=self.columns, answer_after=self.answer_after, split=split, n=n, seed=self.seed,
-            required=required, as_read=as_read, **checks,
-        )  # fmt: skip
-        if isinstance(records, list) or len(records) <= LOADED:
-            return self._encode_and_report(list(records))
-        longest = min(self.policy.max_length, getattr(self, "max_length", None) or self.policy.max_length) - 1
-        return EncodedRecords(records, self._encode_and_report, longest, self.source)
+        return records_of(self, split, n, as_read, required=required, **checks)
 
     def _encode_and_report(self, records: list[Record]) -> list[Record]:
         encoded = self.encode(records)

@@ -13,6 +13,8 @@ from datamodules.language.tasks import Record, Task, make_task
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
+#: Most training records of a file or dataset that are all encoded at the start.
+LOADED = 20_000
 #: Rows that are read together.
 BLOCK = 1000
 #: A row, and its place, for messages.
@@ -201,3 +203,24 @@ def _numbers_of(found: list[Record], block: dict[int, Record]) -> Iterator[int]:
         if one is not None and all(one.get(name) == value for name, value in record.items()):
             yield number
             one = next(left, None)
+
+
+def records_of(data: Any, split: str, n: int | None, as_read: bool, **checks: Any) -> list[Record] | EncodedRecords:
+    """The records of a split of a datamodule's file or dataset, with token ids."""
+    source: dict[str, Any] = {"path": data.path, "dataset": data.dataset}
+    if split != "train" and data.eval_path is not None:
+        source = {"path": data.eval_path}
+    elif split == "train" and not isinstance(data.dataset, str | None):
+        from datamodules.language.files import refuse_stream
+
+        refuse_stream(data.dataset)
+    records: Any = load_records(
+        **source,
+        dataset_config=data.dataset_config, dataset_split=data.dataset_split if split == "train" else data.eval_split,
+        columns=data.columns, answer_after=data.answer_after, split=split, n=n, seed=data.seed,
+        as_read=as_read, **checks,
+    )  # fmt: skip
+    if isinstance(records, list) or len(records) <= LOADED:
+        return data._encode_and_report(list(records))
+    longest = min(data.policy.max_length, getattr(data, "max_length", None) or data.policy.max_length) - 1
+    return EncodedRecords(records, data._encode_and_report, longest, data.source)

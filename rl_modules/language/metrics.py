@@ -199,4 +199,7 @@ class LanguageMetrics(Algorithm):
         if self.is_fitting:
             write_point(self.trainer, metrics, self.place)
 
-    _on_validation_epoch_end = _on_test_epoch_end = _finish_evaluation
+    def _on_validation_epoch_end(self) -> None:
+        self._finish_evaluation()  # which a subclass extends
+
+    _on_test_epoch_end = _on_validation_epoch_end
