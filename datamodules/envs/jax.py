@@ -14,12 +14,15 @@ from datamodules.envs.failures import missing_extra
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint import pack, unpack
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of the GPU's memory
-try:
-    import jax
-    from jax import numpy as jnp
-except ModuleNotFoundError as error:
-    raise UsageError(missing_extra("an environment in JAX", str(error))) from error
+
+def import_jax() -> Any:
+    """Returns the module, which must not take three quarters of the GPU's memory at once."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        import jax
+    except ModuleNotFoundError as error:
+        raise UsageError(missing_extra("an environment in JAX", str(error))) from error
+    return jax
 
 
 class JaxVector(VectorEnv):
@@ -39,6 +42,8 @@ class JaxVector(VectorEnv):
 
     def __init__(self, env: Any, num_envs: int = 128, episode_length: int = 1000) -> None:
         self.num_envs, self.episode_length = num_envs, episode_length
+        jax = self._jax = import_jax()
+        jnp = jax.numpy
         reset, step = jax.vmap(env.reset), jax.vmap(env.step)
 
         def begin(key: Any) -> Any:
@@ -69,28 +74,32 @@ class JaxVector(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        key = self._now[2] if seed is None else jax.random.PRNGKey(int(np.ravel(seed)[0]) % 2**31)
+        key = self._now[2] if seed is None else self._jax.random.PRNGKey(int(np.ravel(seed)[0]) % 2**31)
         self._now = self._begin(key)
-        return _tensors(self._now[0].obs), {}
+        return self._tensors(self._now[0].obs), {}
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-        self._now, returned = self._follow(*self._now, jnp.from_dlpack(actions.detach().contiguous()))
-        final, reward, terminated, truncated = _tensors(returned)
-        return _tensors(self._now[0].obs), reward, terminated, truncated, {"final_obs": final}
+        self._now, returned = self._follow(*self._now, self._jax.numpy.from_dlpack(actions.detach().contiguous()))
+        final, reward, terminated, truncated = self._tensors(returned)
+        return self._tensors(self._now[0].obs), reward, terminated, truncated, {"final_obs": final}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on."""
-        return {"leaves": [pack(np.asarray(leaf)) for leaf in jax.tree.leaves(self._now)]}
+        return {"leaves": [pack(np.asarray(leaf)) for leaf in self._jax.tree.leaves(self._now)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        here, kinds = jax.tree.flatten(self._now)
+        here, kinds = self._jax.tree.flatten(self._now)
         if len(here) != len(state["leaves"]):
             raise UsageError(f"the checkpoint holds {len(state['leaves'])} arrays of the environments' state, this "
                              f"simulator has {len(here)}; resume with the version that it was written with"
                              )  # fmt: skip
-        leaves = [jnp.asarray(unpack(saved, np.array(leaf), "vector"))
+        leaves = [self._jax.numpy.asarray(unpack(saved, np.array(leaf), "vector"))
                   for saved, leaf in zip(state["leaves"], here, strict=True)]  # fmt: skip
-        self._now = jax.tree.unflatten(kinds, leaves)
+        self._now = self._jax.tree.unflatten(kinds, leaves)
+
+    def _tensors(self, values: Any) -> Any:
+        """Arrays of JAX as tensors in the same memory, which nothing may write into."""
+        return self._jax.tree.map(torch.from_dlpack, values)
 
 
 def brax(name: str, num_envs: int = 128, episode_length: int = 1000, **arguments: Any) -> JaxVector:
@@ -130,8 +139,3 @@ def _space_of(observation: Any) -> spaces.Space:
     if isinstance(observation, dict):
         return spaces.Dict({name: _space_of(part) for name, part in observation.items()})
     return spaces.Box(-np.inf, np.inf, observation.shape[1:], np.float32)
-
-
-def _tensors(values: Any) -> Any:
-    """Arrays of JAX as tensors in the same memory, which nothing may write into."""
-    return jax.tree.map(torch.from_dlpack, values)
