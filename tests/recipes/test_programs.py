@@ -135,7 +135,7 @@ def test_without_words_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", ["recipes", "recipes.cli", "recipes.ppo"])
+@pytest.mark.parametrize("module", ["recipes", "recipes.ppo"])
 def test_modules_start_as_commands(module: str) -> None:
     command = [sys.executable, "-m", module, "list"]
     done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True)
