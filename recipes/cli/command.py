@@ -5,14 +5,13 @@ import json
 import shlex
 import signal
 import sys
-import traceback
 from typing import Any
 
 from recipes import configs
 from recipes.cli import information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in
-from recipes.cli.terminal import add_working_directory, is_first_rank, quiet, show, wait_for
+from recipes.cli.terminal import add_working_directory, is_first_rank, is_of_a_library, quiet, show, wait_for
 from recipes.signals import Stopped, end_with_starter
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
@@ -53,21 +52,10 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         print(f"error: {error}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error
     except Exception as error:
-        if not _is_of_a_library(error):
+        if not is_of_a_library(error):
             raise
         print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
         raise SystemExit(1) from error
-
-
-def _is_of_a_library(error: BaseException) -> bool:
-    """Whether Lightning, its parser, Weights & Biases or torch's loading of weights raised an error, for the user."""
-    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    raised_in = str(last.f_globals.get("__name__"))
-    if isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module":
-        return True
-    return any(
-        name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in (type(error).__module__, raised_in)
-    )
 
 
 def _resume_command(args: list[str], default_config: str | None, stopped: Stopped) -> str:

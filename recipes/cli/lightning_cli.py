@@ -1,5 +1,6 @@
 """Lightning's CLI with this project's defaults. Imported only when a run starts, because it imports Lightning."""
 
+import os
 import re
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.cli.terminal import wait_for
+from recipes.cli.terminal import is_of_a_library, wait_for
 from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from recipes.signals import Stopped, end_at_sigterm
 from rl_modules.base import ControlModule
@@ -38,6 +39,10 @@ from rl_modules.ranks import launches
 
 # A default of StochasticWeightAveraging's; the recorded config holds its name.
 register_type(torch.device)
+
+
+#: Environment variables of programs that start a process per machine.
+LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
 
 class ParserError(ValueError):
@@ -192,6 +197,11 @@ class RLCLI(LightningCLI):
         except (ValueError, TypeError, ModuleNotFoundError) as error:
             if cause := _cause(error, UsageError):
                 raise cause from error
+            first: BaseException = error
+            while (before := first.__cause__ or first.__context__) is not None:
+                first = before
+            if not is_of_a_library(first):  # a class of the user's: the parser's sentence lacks its file and line
+                raise first from None
             raise
         self._require_weights(self.config[self.command])
         self._take_description()
@@ -223,6 +233,12 @@ class RLCLI(LightningCLI):
             language.require_room(model, data, fits=self.command == "fit")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        if (config.get("gradient_clip_val") or 0) < 0:
+            raise UsageError(f"trainer.gradient_clip_val={config['gradient_clip_val']} would turn gradients around; give "
+                             "a number of at least 0")  # fmt: skip
+        if (config.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
+            raise UsageError(f"trainer.num_nodes={config['num_nodes']} would wait for other machines, which nothing "
+                             "has started; start the command on each by torchrun or SLURM")  # fmt: skip
         shows = config.get("enable_progress_bar")
         if self.command == "fit":
             callbacks += self._callbacks_of_fit(config)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,14 @@ def add_working_directory() -> None:
 def is_first_rank() -> bool:
     """Whether this process is the first rank, before there is a Trainer."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
+
+
+def is_of_a_library(error: BaseException) -> bool:
+    """Whether Lightning, its parser, Weights & Biases or torch's loading of weights raised an error, for the user."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    raised_in = str(last.f_globals.get("__name__"))
+    if isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module":
+        return True
+    return any(
+        name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in (type(error).__module__, raised_in)
+    )
