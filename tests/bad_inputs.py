@@ -1150,7 +1150,6 @@ for option, says in {
     "dpo/paths.yaml --data.n_train 8": ("runs/rlhf/sft/model", "earlier stage", "--model.model_name_or_path"),
     "kto/paths.yaml --model.loss_type apo": ("loss_type='apo'", "apo_zero_unpaired"),
     "kto/paths.yaml --model.desirable_weight -1": ("desirable_weight=-1",),
-    "rloo/addition.yaml --data.num_generations 1": ("num_generations=1",),
 }.items():
     cli(option, ["fit", "--config", *option.split(" ")], *says)
 for option, says in {

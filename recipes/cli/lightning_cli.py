@@ -233,9 +233,8 @@ class RLCLI(LightningCLI):
             language.require_room(model, data, fits=self.command == "fit")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
-        if (config.get("gradient_clip_val") or 0) < 0:
-            raise UsageError(f"trainer.gradient_clip_val={config['gradient_clip_val']} would turn gradients around; give "
-                             "a number of at least 0")  # fmt: skip
+        if (clip := config.get("gradient_clip_val") or 0) < 0:
+            raise UsageError(f"trainer.gradient_clip_val={clip} would turn gradients around; give at least 0")
         if (config.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
             raise UsageError(f"trainer.num_nodes={config['num_nodes']} would wait for other machines, which nothing "
                              "has started; start the command on each by torchrun or SLURM")  # fmt: skip
