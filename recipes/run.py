@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,27 +41,29 @@ def run_name(algorithm: str, settings: Any, otherwise: str) -> str:
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
-def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[Path | None, Path | None]:
-    """Gives a run its folder, at once; returns the folder made for it, and the one on this machine's disk."""
+def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[list[Path], Path | None]:
+    """Gives a run its folder, at once; returns the folders that are its own, and the one on this machine's disk."""
     made, placed = number_alike(trainer), place_without_logger(trainer, name, run)
     logger = trainer.loggers[0] if trainer.loggers else None
     is_here = isinstance(logger, TensorBoardLogger | CSVLogger) and "://" not in str(logger.log_dir)
     here = Path(str(logger.log_dir)) if is_here else None  # type: ignore[union-attr]
-    return made or (placed if run is None else None), placed or here
+    return made or ([placed] if placed is not None and run is None else []), placed or here
 
 
-def number_alike(trainer: Any) -> Path | None:
-    """Gives all loggers of a new run one version number; returns the folder made for it, None: none."""
+def number_alike(trainer: Any) -> list[Path]:
+    """Gives all loggers of a new run one version number; returns their new folders."""
     # The first rank makes it now, because runs may start together, and ranks that are started later take it.
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
-        return None
-    made = None
+        return []
+    made = []
     number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
     if number is None:
         number = max(logger._get_next_version() for logger in loggers)
         if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
             number = _claimed(Path(loggers[0].root_dir), number)
-            made = Path(loggers[0].root_dir) / f"version_{number}"
+            made = [
+                Path(logger.root_dir) / f"version_{number}" for logger in loggers if "://" not in str(logger.root_dir)
+            ]
     for logger in loggers:
         logger._version = number
     return made
@@ -143,10 +145,11 @@ def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -
         adapter.cut(position)
 
 
-def remove_unused(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it began, unless it holds weights."""
-    if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_unused(folders: Iterable[Path]) -> None:
+    """Removes the folders of a run that was refused before it began, unless they hold weights."""
+    for folder in folders:
+        if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

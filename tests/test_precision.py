@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 
-from recipes.cli import main
 from rl_modules import A2C, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from tests.recipes.callbacks.test_checkpoints import ppo_data, replay, whole
@@ -142,17 +141,6 @@ def test_float16_on_a_gpu(case: str) -> None:
         assert (watch.ratio - 1).abs().max() < 2e-2
         assert watch.batch["advantage"].dtype == watch.batch["returns"].dtype == torch.float32
     assert all(torch.isfinite(p).all() for p in trainer.lightning_module.parameters())
-
-
-def test_float16_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        main(
-            ["fit", "--config", "ppo/cartpole.yaml", "--trainer.accelerator", "cpu", "--trainer.precision", "16-mixed"]
-        )
-    assert "trainer.precision=16-mixed needs a GPU; on a CPU use bf16-mixed" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])

@@ -81,7 +81,7 @@ class RLCLI(LightningCLI):
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: Run | None = None
         #: The folder that this process made for a new run.
-        self.made: Path | None = None
+        self.made: list[Path] = []
         #: Holds the run's folder while this process trains in it.
         self._lock = ExitStack()
         try:
@@ -303,7 +303,7 @@ class RLCLI(LightningCLI):
             raise
         except Exception:
             run = getattr(self.model, "run", None)
-            if self.made is not None and run is not None and not run.has_begun:
+            if run is not None and not run.has_begun:
                 remove_unused(self.made)
             raise
 

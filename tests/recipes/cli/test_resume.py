@@ -25,6 +25,7 @@ from recipes.cli.command import _resume_command
 from recipes.run import LOCK
 from recipes.signals import Stopped
 from rl_modules.common.checkpoint_file import damage_of
+from rl_modules.common.errors import UsageError
 from tests import chaos
 from tests.marks import quick
 from tests.training import assert_equal_checkpoints
@@ -290,6 +291,24 @@ def test_the_record_of_a_resumed_run_has_its_new_settings(rl: Any, stopped: Path
     code, _, err = rl("fit", *RUN, "--resume", "--model.clip_range", "0.1")
     assert code == 0, err
     assert yaml.safe_load((stopped / "config.yaml").read_text())["model"]["init_args"]["clip_range"] == 0.1
+
+
+@pytest.mark.long
+def test_a_run_that_is_refused_when_its_loggers_have_written_leaves_no_folder(
+    rl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_modules import PPO
+
+    def refuses(self: Any) -> None:
+        assert Path("csv/PPO-CartPole-v1/version_0").exists() and (FOLDER / "version_0").exists()
+        raise UsageError("not now")
+
+    loggers = [{"class_path": name, "init_args": {"save_dir": folder}}
+               for name, folder in (("TensorBoardLogger", "logs"), ("CSVLogger", "csv"))]  # fmt: skip
+    monkeypatch.setattr(PPO, "on_fit_start", refuses)
+    code, _, err = rl("fit", *RUN, "--trainer.logger", json.dumps(loggers))
+    assert code == 1 and "not now" in err
+    assert not list(Path().glob("*/**/version_0"))
 
 
 @pytest.mark.long
