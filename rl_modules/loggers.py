@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +105,13 @@ class CSVAdapter(LoggerAdapter):
         return {"rows": rows, "sizes": sizes}
 
     def cut(self, position: Mapping[str, Any]) -> None:
-        kept = _read_rows(self._metrics)[: position.get("rows", 0)] if self._metrics.exists() else []
+        # Lightning's writer deletes the file and writes it anew: a copy stands beside it until that is done.
+        copy = self._metrics.with_suffix(".kept")
+        if not copy.exists() and self._metrics.exists():
+            part = copy.with_suffix(".part")
+            shutil.copyfile(self._metrics, part)
+            part.replace(copy)
+        kept = _read_rows(copy)[: position.get("rows", 0)] if copy.exists() else []
         for path in self._written():
             size = position.get("sizes", {}).get(str(path.relative_to(self._tables)))
             if size is None:
@@ -120,6 +127,7 @@ class CSVAdapter(LoggerAdapter):
             # The file is written by the writer itself, which then knows its header.
             writer.metrics = [{key: value for key, value in row.items() if value != ""} for row in kept]
             writer.save()
+        copy.unlink(missing_ok=True)
 
     @property
     def _metrics(self) -> Path:

@@ -126,6 +126,42 @@ def test_a_resumed_run_has_the_csv_files_of_the_uninterrupted_one(tmp_path, monk
     assert resumed[0] == whole[0]
 
 
+@pytest.mark.parametrize("moment", ["the file is deleted", "it is written"])
+def test_a_csv_loggers_rows_survive_a_process_that_ends_while_it_resumes(tmp_path, moment):
+    def logger() -> CSVLogger:
+        return CSVLogger(tmp_path, name="run", version=0)
+
+    first = logger()
+    for step in range(3):
+        first.log_metrics({"loss": step / 2}, step=step)
+    position = adapter_of(first).position()
+    first.log_metrics({"loss": 9.0}, step=9)  # after the checkpoint
+    first.save()
+
+    class Killed(BaseException):
+        """In place of a signal."""
+
+    class Dies(CSVLogger):
+        @property
+        def experiment(self) -> Any:
+            writer = super().experiment
+            if moment == "the file is deleted":
+                raise Killed
+            writer._fs.touch(writer.metrics_file_path, truncate=True)
+            writer.save = lambda: (_ for _ in ()).throw(Killed())
+            return writer
+
+    with pytest.raises(Killed):
+        adapter_of(Dies(tmp_path, name="run", version=0)).cut(position)
+    again = logger()
+    adapter_of(again).cut(position)
+    again.log_metrics({"loss": 1.5}, step=3)
+    again.save()
+    with (tmp_path / "run/version_0/metrics.csv").open(newline="") as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == [0.0, 0.5, 1.0, 1.5]
+    assert sorted(path.name for path in (tmp_path / "run/version_0").iterdir()) == ["metrics.csv"]
+
+
 @pytest.mark.long
 def test_weights_and_biases_gets_tables_and_continues_the_run_of_the_checkpoint(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
