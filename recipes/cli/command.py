@@ -11,7 +11,15 @@ from recipes import configs
 from recipes.cli import information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in
-from recipes.cli.terminal import add_working_directory, is_first_rank, is_of_a_library, quiet, show, wait_for
+from recipes.cli.terminal import (
+    add_working_directory,
+    is_first_rank,
+    is_of_a_library,
+    is_of_users_code,
+    quiet,
+    show,
+    wait_for,
+)
 from recipes.signals import Stopped, end_with_starter
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
@@ -48,6 +56,8 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         raise
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and is_of_users_code(error):
+            raise
         remedy = "; the checkpoints written so far are whole: free some space, then add --resume" if is_full else ""
         print(f"error: {error}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error

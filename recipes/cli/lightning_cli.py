@@ -26,7 +26,7 @@ from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.cli.terminal import is_of_a_library, wait_for
+from recipes.cli.terminal import is_of_users_code, wait_for
 from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
 from recipes.signals import Stopped, end_at_sigterm
 from rl_modules.base import ControlModule
@@ -200,7 +200,7 @@ class RLCLI(LightningCLI):
             first: BaseException = error
             while (before := first.__cause__ or first.__context__) is not None:
                 first = before
-            if not is_of_a_library(first):  # a class of the user's: the parser's sentence lacks its file and line
+            if is_of_users_code(first):  # the parser's sentence lacks its file and line
                 raise first from None
             raise
         self._require_weights(self.config[self.command])

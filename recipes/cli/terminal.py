@@ -93,6 +93,8 @@ def is_first_rank() -> bool:
 
 def is_of_a_library(error: BaseException) -> bool:
     """Whether Lightning, its parser, Weights & Biases or torch's loading of weights raised an error, for the user."""
+    if is_of_users_code(error):
+        return False
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     raised_in = str(last.f_globals.get("__name__"))
     if isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module":
@@ -100,3 +102,14 @@ def is_of_a_library(error: BaseException) -> bool:
     return any(
         name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in (type(error).__module__, raised_in)
     )
+
+
+def is_of_users_code(error: BaseException) -> bool:
+    """Whether an error passed a line of neither a library nor this project, which its traceback names."""
+    known = {"rl_modules", "datamodules", "recipes", *sys.stdlib_module_names}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
+        is_library = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+        if not (package in known or is_library or file.startswith("<")):
+            return True
+    return False

@@ -374,6 +374,22 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert not list(Path().rglob("*"))
 
 
+@pytest.mark.parametrize(("line", "kind"), [
+    ("def __init__(self, **arguments):\n        raise ValueError('mine')", ValueError),
+    ("def on_train_start(self):\n        open('mine.txt')", FileNotFoundError),
+    ("def training_step(self, batch, batch_idx):\n        self.log('mine', {'a': 'x'})", ValueError),  # Lightning's
+], ids=["constructor", "file", "Lightning"])  # fmt: skip
+def test_an_error_of_a_user_s_code_keeps_its_traceback(line, kind, tmp_path, monkeypatch):
+    """Also where the parser or Lightning made a sentence of it: only the traceback names file and line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"its_own_{len(line)}"
+    (tmp_path / f"{module}.py").write_text(f"from rl_modules import PPO\n\n\nclass Mine(PPO):\n    {line}\n")
+    with pytest.raises(kind, match="mine") as raised:
+        main(["fit", "--config", "ppo/cartpole.yaml", "--model", f"{module}.Mine", "--data.total_timesteps=256"])
+    assert any(place.path.name == f"{module}.py" for place in raised.traceback)
+
+
 @pytest.mark.long
 def test_nan_reward_keeps_the_last_good_checkpoint(rl):
     code, _, err = rl(
