@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import numpy as np
@@ -510,10 +511,9 @@ def test_a_folder_may_be_named_by_home_or_a_variable(
 def test_weights_and_biases_without_a_key_is_one_sentence(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
-    def refuses(*args: Any, **kwargs: Any) -> None:
-        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
-
-    monkeypatch.setattr(wandb, "init", refuses)
+    # A mock, because a function of this file would be the user's code.
+    refusal = wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=refusal))
     code, _, err = rl(
         "fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--trainer.logger=WandbLogger"
     )
