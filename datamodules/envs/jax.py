@@ -10,18 +10,15 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from datamodules.envs.failures import missing_extra
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint import pack, unpack
 
 
 def import_jax() -> Any:
-    """Returns the module, which must not take three quarters of the GPU's memory at once."""
+    """Returns the module, which must not take three quarters of the GPU's memory at its first array."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        import jax
-    except ModuleNotFoundError as error:
-        raise UsageError(missing_extra("an environment in JAX", str(error))) from error
+    import jax
+
     return jax
 
 
@@ -111,10 +108,9 @@ def brax(name: str, num_envs: int = 128, episode_length: int = 1000, **arguments
         episode_length: steps after which an episode is truncated.
         **arguments: of the environment, such as ``backend``.
     """
-    try:
-        from brax import envs
-    except ModuleNotFoundError as error:
-        raise UsageError(missing_extra(f"the environment {name}", str(error))) from error
+    import_jax()
+    from brax import envs
+
     return JaxVector(envs.get_environment(name, **arguments), num_envs, episode_length)
 
 
@@ -127,10 +123,9 @@ def playground(name: str, num_envs: int = 128, episode_length: int = 1000, **ove
         episode_length: steps after which an episode is truncated.
         **overrides: of the environment's configuration, such as ``impl: jax``.
     """
-    try:
-        from mujoco_playground import registry
-    except ModuleNotFoundError as error:
-        raise UsageError(missing_extra(f"the environment {name}", str(error))) from error
+    import_jax()
+    from mujoco_playground import registry
+
     return JaxVector(registry.load(name, config_overrides=overrides), num_envs, episode_length)
 
 
