@@ -60,7 +60,7 @@ class Sequences:
     def batch(self, index: Tensor, pad_id: int, packing: bool = False) -> dict[str, Tensor]:
         """Sequences as rows of equal width, with ``packing`` several to a row: ``tokens`` [rows, width], ``counted``
         [m] (places in ``tokens.flatten()``), ``filled`` [rows] and, packed, ``position_ids`` [rows, width] that begin
-        again at 0.
+        again at 0, and ``boundaries`` [n + 1], the places where they do and the number of places.
         """
         total = self.total[index]
         width = int(total.max())
@@ -83,6 +83,8 @@ class Sequences:
             position = torch.zeros_like(tokens)
             position[place] = within
             batch["position_ids"] = position.view(rows, width)
+            start = row * width + column
+            batch["boundaries"] = torch.cat([start, start + total, torch.tensor([len(tokens)])]).unique().int()
         return batch
 
 

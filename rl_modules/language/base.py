@@ -129,7 +129,9 @@ class LanguageModule(LanguageMetrics):
         None, "arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
         "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "
         "under ``lora`` while they are read; None: they have ``torch_dtype``", check=check_quantization)  # fmt: skip
-    attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2 …; None: the library's choice")
+    attn_implementation: str | None = setting(
+        None, "sdpa, eager, flash_attention_2 …; varlen: sdpa, and packed texts without a mask; None: the library's "
+        "choice")  # fmt: skip
     gradient_checkpointing: bool | str = setting(
         False, "recompute activations in the backward pass instead of keeping them: true: all of a layer; "
         "``selective``: all except matrix products and attention, which are expensive")  # fmt: skip

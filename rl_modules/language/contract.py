@@ -28,6 +28,8 @@ class DemonstrationBatch(TypedDict, total=False):
     """Tokens of each row before its padding, [rows] int64."""
     position_ids: Tensor
     """Places in the texts, [rows, width]; where packed only: they begin again at 0 where a text begins."""
+    boundaries: Tensor
+    """Places in ``tokens.flatten()`` where texts and padding begin, and its length, [n + 1] int32; packed only."""
     step_tokens: float
     """Counted tokens of the whole optimizer step: the mean over ranks, as gradients are averaged."""
     n_micro: int

@@ -255,7 +255,7 @@ class Distillation(PolicyWithReference):
     def inputs_of(self, tokens: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the inputs of the models for demonstrations, packed or padded."""
         if "position_ids" in batch:
-            return packed_inputs(self.model, tokens, batch["position_ids"])
+            return packed_inputs(self.model, tokens, batch["position_ids"], batch.get("boundaries"))
         return {"input_ids": tokens}
 
     # ---------------------------------------------------------------- evaluation, diagnostics

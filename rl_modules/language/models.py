@@ -46,7 +46,7 @@ def make_model(
         raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
     options: dict[str, Any] = {"dtype": _DTYPES[torch_dtype]}
     if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+        options["attn_implementation"] = attention_name(attn_implementation)
     config = copy.deepcopy(config)
     if head == "score":
         config.num_labels = 1
@@ -69,7 +69,7 @@ def make_model(
             from rl_modules.language.pretrained import read_model
 
             model, found = read_model(_HEADS[head], model_name_or_path, config, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         from rl_modules.language.pretrained import unreadable
 
         raise UsageError(unreadable(str(name or config.model_type), error)) from error
@@ -96,6 +96,15 @@ def make_model(
 
         require_trainable(model, lora or {})
     return model
+
+
+def attention_name(attn_implementation: str) -> str:
+    """Returns the name in transformers of an ``attn_implementation``; ``varlen`` is registered there."""
+    if attn_implementation != "varlen":
+        return attn_implementation
+    from rl_modules.language.fast.varlen import NAME
+
+    return NAME
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -25,7 +25,7 @@ from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.judges import check_same_tokens
 from rl_modules.language.lora import merged
-from rl_modules.language.models import make_model
+from rl_modules.language.models import attention_name, make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
@@ -271,7 +271,7 @@ def load_reward_model(
         model = make_model(config, path, "score", torch_dtype, attn_implementation)
         found = FrozenReward(model, float(getattr(config, "reward_offset", 0.0)), own)
     if attn_implementation is not None:
-        found.model.set_attn_implementation(attn_implementation)
+        found.model.set_attn_implementation(attention_name(attn_implementation))
     if tokenizer is not None:
         check_same_tokens(f"reward model {path!r}", found.tokenizer, tokenizer)
     found.model.requires_grad_(False).eval()

@@ -85,7 +85,7 @@ class SFT(LanguagePolicy):
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
-            inputs = packed_inputs(self.model, tokens, batch["position_ids"])
+            inputs = packed_inputs(self.model, tokens, batch["position_ids"], batch.get("boundaries"))
         # A loss of a subclass may weight tokens, or have a gradient of the entropies.
         own = type(self).training_step is SFT.training_step and type(self).demonstrated is SFT.demonstrated
         # The state before a token is the one that predicts it.

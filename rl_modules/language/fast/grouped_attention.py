@@ -22,7 +22,7 @@ _NAME = "grouped_keys"
 
 def can_group(model: Any) -> bool:
     """Whether a model's attention is transformers' sdpa, so that :func:`_attention` can stand in its place."""
-    return model.config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False)
+    return model.config._attn_implementation.startswith("sdpa") and getattr(model, "_supports_attention_backend", False)
 
 
 @contextmanager

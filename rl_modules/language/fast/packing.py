@@ -28,15 +28,25 @@ _PAIRS = (3, 2, 3, 2, 4, 1)
 # ---------------------------------------------------------------- texts
 
 
-def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-    """The inputs of a causal model for packed rows, [rows, width]; positions are 0 where a text begins."""
-    inputs = {"input_ids": tokens, "position_ids": position_ids}
-    return {name: value.view(1, -1) for name, value in inputs.items()} if wants_one_row(model) else inputs
+def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor, boundaries: Tensor | None = None) -> dict[str, Any]:
+    """The inputs of a causal model for packed rows, [rows, width]; positions are 0 where a text begins.
+
+    ``boundaries`` [n + 1] int32: places in ``tokens.flatten()`` where texts begin, and its length.
+    """
+    inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": position_ids}
+    if not wants_one_row(model):
+        return inputs
+    inputs = {name: value.view(1, -1) for name, value in inputs.items()}
+    if "varlen" in model.config._attn_implementation:
+        from rl_modules.language.fast.varlen import inputs_of_texts
+
+        inputs |= inputs_of_texts(position_ids, tokens.shape[1], boundaries)
+    return inputs
 
 
 def wants_one_row(model: Any) -> bool:
-    """Whether packed rows go end to end: flash attention separates texts by position within one row only."""
-    return "flash" in str(model.config._attn_implementation)
+    """Whether packed rows go end to end: flash attention and varlen separate texts within one row only."""
+    return any(name in str(model.config._attn_implementation) for name in ("flash", "varlen"))
 
 
 def can_pack_texts(model: Any) -> bool:
@@ -140,7 +150,7 @@ def _keeps_pairs_apart(
     return (
         is_fast()
         and shortest_window(model.config) is None
-        and model.config._attn_implementation in ("sdpa", "eager")
+        and model.config._attn_implementation.startswith(("sdpa", "eager"))
         and agrees(model, "packing pairs", compare, "")
         and agrees(model, "packing beside another pair", beside_another, "", exact=True)
     )

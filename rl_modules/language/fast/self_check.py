@@ -154,7 +154,8 @@ def _autocast_dtype(model: Any) -> torch.dtype | None:
     """The dtype that a check is autocast to, where attention takes 16 bits only; None: that of the weights."""
     weight = next(model.parameters())
     is_float32, kind = weight.dtype in (torch.float32, torch.float64), weight.device.type
-    if is_float32 and "flash" not in str(model.config._attn_implementation):
+    name = str(model.config._attn_implementation)
+    if is_float32 and "flash" not in name and (kind != "cuda" or "varlen" not in name):
         return None
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -40,7 +40,7 @@ def can_share(model: Any, width: int) -> bool:
     return (
         is_fast()
         and not (checkpointing or compiled or is_sharded(model))
-        and model.config._attn_implementation in ("sdpa", "eager")
+        and model.config._attn_implementation.startswith(("sdpa", "eager"))
         and (window is None or window >= max(width, _SMALLEST))
         and RowCache.for_model(text_config(model.config), longest=width) is not None
         and agrees(model, "reading each prompt once", lambda: _compare(model), "each completion is read with its own")

@@ -61,8 +61,9 @@ def run(module, data, **arguments):
 def test_fields_of_demonstrations(packing):
     module, seen = remembering(SFT, max_completion_length=4)
     run(module, InstructionDataModule("addition", packing=packing, n_train=16, n_eval=8, batch_size=4, eval_steps=1))
-    packed = {"position_ids"} if packing else set()
-    assert seen["train"] == fields(DemonstrationBatch) - {"position_ids"} | packed
+    only_packed = {"position_ids", "boundaries"}
+    packed = only_packed if packing else set()
+    assert seen["train"] == fields(DemonstrationBatch) - only_packed | packed
     # Held-out completions, then held-out demonstrations.
     own = {"token_rewards", "correct"} | fields(JudgedCompletions)
     assert seen["eval"] == own | {"tokens", "counted", "filled"} | packed
