@@ -14,6 +14,7 @@ EXTRAS = {
     "jax": "jax",
     "brax": "jax",
     "mujoco_playground": "jax",
+    "mjlab": "mjlab",
     "box2d": "box2d",
     "mujoco": "mujoco",
     "ale": "atari",

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from datamodules.envs.tensors import space_of
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint import pack, unpack
 
@@ -65,7 +66,7 @@ class JaxVector(VectorEnv):
 
         self._begin, self._follow = jax.jit(begin), jax.jit(follow)
         self._now: Any = self._begin(jax.random.PRNGKey(0))
-        self.single_observation_space = _space_of(self._now[0].obs)
+        self.single_observation_space = space_of(self._now[0].obs)
         self.single_action_space = spaces.Box(-1.0, 1.0, (int(env.action_size),), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -127,10 +128,3 @@ def playground(name: str, num_envs: int = 128, episode_length: int = 1000, **ove
     from mujoco_playground import registry
 
     return JaxVector(registry.load(name, config_overrides=overrides), num_envs, episode_length)
-
-
-def _space_of(observation: Any) -> spaces.Space:
-    """The space of one of a batch of observations."""
-    if isinstance(observation, dict):
-        return spaces.Dict({name: _space_of(part) for name, part in observation.items()})
-    return spaces.Box(-np.inf, np.inf, observation.shape[1:], np.float32)

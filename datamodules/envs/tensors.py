@@ -28,6 +28,15 @@ def torch_env(envs: VectorEnv) -> Any:
     return envs if module is not None and isinstance(envs, module.TorchEnv) else None
 
 
+def space_of(observation: Any) -> spaces.Space:
+    """Returns the space of one of a batch of observations, tensors or arrays of JAX, whose bounds are unknown."""
+    if isinstance(observation, dict):
+        return spaces.Dict({name: space_of(part) for name, part in observation.items()})
+    if str(observation.dtype).endswith("uint8"):
+        return spaces.Box(0, 255, tuple(observation.shape[1:]), np.uint8)
+    return spaces.Box(-np.inf, np.inf, tuple(observation.shape[1:]), np.float32)
+
+
 def observation_tensors(space: spaces.Space, observation: Any, double: bool = False) -> Any:
     """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors, without copies to a host."""
     if isinstance(space, spaces.Dict):
