@@ -111,7 +111,7 @@ def train(name: str, folder: Path, output: Path, ranks: int, **arguments: Any) -
     sharded = isinstance(settings["strategy"], ModelParallelStrategy)
     assert all(hasattr(parameter, "full_tensor") == sharded for parameter in module.parameters())
     trainer.save_checkpoint(output / f"{name}.ckpt")
-    if name in EXPORTED:
+    if name in EXPORTED and (sharded or trainer.is_global_zero):  # whole weights: each rank would write the files
         module.export(output / name)
     return curves.points
 
