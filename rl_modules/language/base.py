@@ -2,21 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
-from rl_modules.common.errors import UsageError
-from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import setting, warn_of_idle
 from rl_modules.language.architecture import (
@@ -29,15 +24,27 @@ from rl_modules.language.architecture import (
     transformers_model,
 )
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
-from rl_modules.language.learning_rate import KINDS, beside_scheduler, make_schedule, without_arguments, without_warmup
-from rl_modules.language.metrics import LanguageMetrics, monitored
+from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.models import (
+    adapters_of,
     adopt_strategy,
+    build_models,
+    check_lora,
+    check_quantization,
     float32_by_default,
-    is_name,
     is_sharded,
     make_model,
-    without_ignored,
+    name_alone,
+    name_or_object,
+)
+from rl_modules.language.optimizer import (
+    KINDS,
+    adamw,
+    beside_optimizer,
+    beside_scheduler,
+    schedule_of,
+    without_arguments,
+    without_warmup,
 )
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
@@ -46,44 +53,11 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-def name_or_object(name: str, value: Any) -> Any:
-    """A name, or the object in a tuple, because an attribute would become a part of the module."""
-    if type(value) in (list, tuple, set, dict):
-        raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where a single text should be")
-    if isinstance(value, str) and value.endswith(".gguf"):
-        from rl_modules.language.pretrained import directory_of
+def checkpoints() -> Any:
+    """The functions that only checkpoints need."""
+    from rl_modules.language import checkpoints
 
-        return directory_of(value)
-    return value if is_name(value) else (value,)
-
-
-def name_alone(value: Any) -> Any:
-    """What a checkpoint holds of that."""
-    return None if isinstance(value, tuple) else value
-
-
-def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
-    """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
-    if lora is None:
-        return None
-    from rl_modules.language.lora import plain_adapters
-
-    return plain_adapters(name, lora)
-
-
-def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
-    """Converts the argument ``quantization_config`` to plain data, which a checkpoint can hold."""
-    if given is None:
-        return None
-    from rl_modules.language.quantized import plain_quantization
-
-    return plain_quantization(name, given)
-
-
-def adapters_of(module: Any) -> dict[str, Any] | None:
-    """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
-    lora: dict[str, Any] | None = module.hparams["lora"]
-    return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
+    return checkpoints
 
 
 class LanguageModule(LanguageMetrics):
@@ -141,7 +115,7 @@ class LanguageModule(LanguageMetrics):
     use_liger_kernel: bool = setting(
         False, "train with the GPU kernels of the package ``liger-kernel``; losses are computed in tiles without "
         "it")  # fmt: skip
-    learning_rate: float = setting(1e-3, "peak step size", least=0)
+    learning_rate: float = setting(1e-3, "peak step size", least=0, idle=beside_optimizer)
     lr_scheduler_type: str = setting(
         "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
         "goes by steps", one_of=KINDS, idle=beside_scheduler)  # fmt: skip
@@ -150,8 +124,7 @@ class LanguageModule(LanguageMetrics):
         "``{num_decay_steps: 100}`` of ``warmup_stable_decay``", idle=without_arguments)  # fmt: skip
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", least=0, idle=without_warmup)
     weight_decay: float = setting(
-        0.0, "of AdamW, on matrices (not on biases and norms)", least=0,
-        idle=lambda m: m.optimizer_factory and "beside optimizer, which has its own; give it to that")  # fmt: skip
+        0.0, "of AdamW, on matrices (not on biases and norms)", least=0, idle=beside_optimizer)  # fmt: skip
     max_grad_norm: float | None = setting(
         1.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
         "clipping", above=0)  # fmt: skip
@@ -216,24 +189,25 @@ class LanguageModule(LanguageMetrics):
             hp: Any = self.hparams
             if hp.description is not None:
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
-            else:
-                own = hp.model_name_or_path
-                if self._given_model:
-                    from rl_modules.language.pretrained import tokenizer_name
+            elif self._given_model and hp.tokenizer_name_or_path is None:
+                from rl_modules.language.pretrained import tokenizer_name
 
-                    own = tokenizer_name(self._given_model[0])
-                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or own)
+                self._tokenizer = load_tokenizer(tokenizer_name(self._given_model[0]))
+            else:
+                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
         return self._tokenizer
 
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and completion together."""
-        if self.model is not None:
-            return max_length(self.model.config)
+        return max_length(self._architecture() if self.model is None else self.model.config)
+
+    def _architecture(self) -> Any:
+        """The config of the checkpoint's description, or of the source with changed fields."""
         hp: Any = self.hparams
-        if hp.description is not None:
-            return max_length(make_config(None, hp.description["config"], self.tokenizer, self.dropout))
-        return max_length(make_config(self._source, hp.model_config, self.tokenizer, self.dropout))
+        known = hp.description
+        source, fields = (self._source, hp.model_config) if known is None else (None, known["config"])
+        return make_config(source, fields, self.tokenizer, self.dropout)
 
     @property
     def _source(self) -> Any:
@@ -260,7 +234,7 @@ class LanguageModule(LanguageMetrics):
             refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
         if is_new:
             with float32_by_default(), nullcontext() if sharding is None else sharding.storage_on_first_rank():
-                self._build(sharding)
+                build_models(self, sharding)
         if self._trainer is None:
             return
         if is_half:  # before weights may be split over ranks
@@ -280,64 +254,10 @@ class LanguageModule(LanguageMetrics):
         if self.is_fitting and is_new:
             copy_for_averages(self)
 
-    def _build(self, sharding: Any) -> None:
-        hp: Any = self.hparams
-        is_loaded = hp.description is not None
-        source = self.frozen_source("model.") if is_loaded else self._source
-        fields = hp.description["config"] if is_loaded else hp.model_config
-        config = make_config(None if is_loaded else source, fields, self.tokenizer, self.dropout)
-        # New weights are drawn from the datamodule's seed. The global generators keep their state: the CPU's, and that
-        # of the device on which Lightning creates tensors.
-        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
-        forked = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-        with torch.random.fork_rng(**(forked or {"devices": []})):
-            torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
-            self.build_model(config, source)
-        if hp.lora is not None:
-            from rl_modules.language.lora import train_in_float32
-
-            train_in_float32(self)
-        # Where weights are sharded, the first rank alone has read them.
-        describe = partial(self._described, config)
-        description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
-        if (generation := description.get("generation_config")) is not None:
-            transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
-        self._given_model = ()
-        self._sources = sources  # of the weights as they were read: a precision may convert them
-        if getattr(self.model, "is_quantized", False):
-            from rl_modules.language.quantized import require_left_out
-
-            require_left_out(hp.save_frozen_weights, sharding is not None)
-        self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
-
-    def _described(self, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-        """Returns the models as plain data, and the sources of frozen weights."""
-        known: Any = self.hparams["description"]
-        description = self.describe(config) if known is None else known
-        arguments: Any = self.frozen_arguments() if known is None else description.get("frozen", {})
-        if not arguments:
-            return description, {}
-        from rl_modules.language.frozen_weights import check_sources, describe_sources
-
-        if known is None:
-            return description, describe_sources(self, arguments)
-        check_sources(self, arguments, self.hparams)
-        return description, arguments
-
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
         hp: Any = self.hparams
         return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
-
-    def frozen_source(self, prefix: str) -> str | None:
-        """Directory of frozen weights that the loaded checkpoint does not contain; None: it contains them."""
-        hp: Any = self.hparams
-        source = hp.description.get("frozen", {}).get(prefix)
-        if source is None:
-            return None
-        from rl_modules.language.frozen_weights import source_path
-
-        return source_path(source, hp)
 
     def describe(self, config: Any) -> dict[str, Any]:
         """Describes the models as plain data, from which a checkpoint builds them again."""
@@ -411,58 +331,23 @@ class LanguageModule(LanguageMetrics):
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
-        if frozen := self.hparams["description"]["frozen"]:
-            from rl_modules.language.frozen_weights import add_frozen
-
-            add_frozen(self, state_dict, frozen)
+        checkpoints().add_frozen(self, state_dict)
         self.load_state_dict(state_dict)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
-        from rl_modules.core.resume import accumulated_gradients
-
-        gradients = accumulated_gradients(self)
-        if is_sharded(self.model):  # and averaged already
-            from rl_modules.language.sharding import whole
-
-            return whole(gradients) if gradients else {}
-        # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
-        strategy: Any = self._trainer and self.trainer.strategy
-        there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
-        return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
+        return checkpoints().gradients_so_far(self)
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_save_checkpoint(checkpoint)
-        if frozen := self.hparams["description"]["frozen"]:
-            from rl_modules.language.frozen_weights import leave_out
-
-            leave_out(self, checkpoint, frozen)
-        watched = set() if self._trainer is None else monitored(self.trainer)
-        checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
+        checkpoints().complete(self, checkpoint)
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
-        from rl_modules.common.stored_arguments import settings_of
-
-        parameters = settings_of(checkpoint)
-        if "lora" in parameters and (self.hparams["lora"] is None) != (parameters["lora"] is None):
-            from rl_modules.language.lora import refuse_other_adapters
-
-            refuse_other_adapters(self.hparams["lora"], parameters["lora"])
+        checkpoints().require_same_adapters(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._require_own(checkpoint)
-        from rl_modules.common.stored_arguments import settings_of
-
-        parameters = settings_of(checkpoint)
-        if saved := (parameters.get("description") or {}).get("frozen", {}):
-            from rl_modules.language.frozen_weights import add_to, require_same_weights
-
-            require_same_weights(self._sources, saved, self.hparams)
-            add_to(self, checkpoint, saved)
-        # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
-        own = self.hparams["description"]
-        kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
-        self.hparams["description"] = {**own, "frozen": kept}
+        checkpoints().add_frozen_to(self, checkpoint)
         super()._on_load_checkpoint(checkpoint)
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 
@@ -473,57 +358,22 @@ class LanguageModule(LanguageMetrics):
             compile_layers(self)
         self.run.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
-        if self.latest_metrics:
-            hand_to_callbacks(self.trainer, self.latest_metrics)
-        self._means.to(self.device)  # a checkpoint's are on the CPU
-        if self._means:
-            self.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
-        if gradients := self.run.gradients:
-            parameters = dict(self.named_parameters())
-            gradients |= {name: g.to(parameters[name].device, parameters[name].dtype) for name, g in gradients.items()}
-            if is_sharded(self.model):
-                from rl_modules.language.sharding import share
-
-                gradients |= {name: share(gradient, parameters[name]) for name, gradient in gradients.items()}
+        if self.run.resumes:
+            checkpoints().take_up(self)
         begin_training(self)
 
     # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns AdamW with weight decay on matrices, but not on biases and norms."""
-        named = list(parameters)
-        groups = [
-            {"params": [p for p in named if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
-            {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        # Lightning refuses to clip values under mixed precision when the optimizer is fused.
-        by_value = self.trainer.gradient_clip_val is not None and self.trainer.gradient_clip_algorithm == "value"
-        clips_itself = not by_value and self.trainer.strategy.root_device.type == "cuda"
-        fused = self.trainer.precision in ("32-true", "64-true", "bf16-true", *["bf16-mixed"] * clips_itself)
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=self.learning_rate, eps=self.adam_eps, fused=fused
-        )
+        return adamw(self, parameters)
 
     def configure_optimizers(self) -> Any:
+        warn_of_idle(self, self.idle_arguments())
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, trainable)
-        if self.optimizer_factory is not None:
-            from rl_modules.common.foreign_names import default_of
-
-            if self.learning_rate != default_of(type(self), "learning_rate"):
-                rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
-                               f"{type(optimizer).__name__} brings its own, "
-                               f"{optimizer.param_groups[0]['lr']}")  # fmt: skip
-        warn_of_idle(self, self.idle_arguments())
-        if self.scheduler_factory is not None:
-            scheduler: Any = build("lr_scheduler", self.scheduler_factory, optimizer)
-            if isinstance(scheduler, ReduceLROnPlateau):
-                raise UsageError("lr_scheduler=ReduceLROnPlateau needs a metric; override configure_optimizers, and "
-                                 "return it there with the monitor, or take another scheduler")  # fmt: skip
-        else:
-            hp: Any = self.hparams
-            total = self.trainer.estimated_stepping_batches
-            scheduler = make_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, optimizer, hp.warmup_steps, total)
+        own = self.scheduler_factory
+        scheduler = schedule_of(self, optimizer) if own is None else build("lr_scheduler", own, optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(

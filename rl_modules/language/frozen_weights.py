@@ -44,10 +44,11 @@ def source_path(source: dict[str, str], given: Any) -> str:
     return place
 
 
-def check_sources(module: nn.Module, sources: Sources, given: Any) -> None:
+def check_sources(module: Any, sources: Sources) -> Sources:
     """Compares weights that were read again with the digests of those with which the run began."""
     for prefix, source in sources.items():
-        _compare(digest(frozen_parameters(module, prefix)), source, given)
+        _compare(digest(frozen_parameters(module, prefix)), source, module.hparams)
+    return sources
 
 
 def require_same_weights(own: Sources, saved: Sources, given: Any) -> None:

@@ -17,7 +17,7 @@ from rl_modules.common.stored_arguments import settings_of
 from rl_modules.language.architecture import make_config, max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.lora import check_switched_off
-from rl_modules.language.models import make_model
+from rl_modules.language.models import frozen_source, make_model
 from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict
 
@@ -29,7 +29,7 @@ def build_judges(policy: Any, config: Any) -> None:
     """Sets ``reference``, ``reward_model``, its tokenizer and offset; a checkpoint's wait for its weights or source."""
     hp: Any = policy.hparams
     described = hp.description is not None
-    judge = policy.frozen_source("reward_model.") if described else hp.get("reward_model_name_or_path")
+    judge = frozen_source(policy, "reward_model.") if described else hp.get("reward_model_name_or_path")
     if judge is not None:
         policy.reward_model = frozen(_read_reward_model(policy, judge))
     elif described:
@@ -59,7 +59,7 @@ def frozen(model: Any) -> Any:
 
 
 def _build_described_reference(policy: Any, config: Any) -> None:
-    hp, source = policy.hparams, policy.frozen_source("reference.")
+    hp, source = policy.hparams, frozen_source(policy, "reference.")
     if source is not None and hp[policy.reference_argument] is not None:
         policy.reference = frozen(_read_reference(policy, source))
     elif source is not None:

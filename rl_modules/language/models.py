@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -21,10 +22,51 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import require_head
+from rl_modules.language.architecture import require_head, transformers_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+
+
+def build_models(module: Any, sharding: Any) -> None:
+    """Builds a module's models, and the description from which a checkpoint builds them again."""
+    hp: Any = module.hparams
+    config, trainer = module._architecture(), module._trainer
+    # New weights are drawn from the datamodule's seed. The global generators keep their state: the CPU's, and that
+    # of the device on which Lightning creates tensors.
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+    forked = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    with torch.random.fork_rng(**(forked or {"devices": []})):
+        torch.manual_seed(getattr(getattr(trainer, "datamodule", None), "seed", 0))
+        module.build_model(config, module._source if hp.description is None else frozen_source(module, "model."))
+    if hp.lora is not None:
+        from rl_modules.language.lora import train_in_float32
+
+        train_in_float32(module)
+    # Where weights are sharded, the first rank alone has read them.
+    describe = partial(_described, module, config)
+    description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
+    if (generation := description.get("generation_config")) is not None:
+        transformers_model(module.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
+    module._given_model = ()
+    module._sources = sources  # of the weights as they were read: a precision may convert them
+    if getattr(module.model, "is_quantized", False):
+        from rl_modules.language.quantized import require_left_out
+
+        require_left_out(hp.save_frozen_weights, sharding is not None)
+    hp["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
+
+
+def _described(module: Any, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Returns the models as plain data, and the sources of frozen weights."""
+    known: Any = module.hparams["description"]
+    description = module.describe(config) if known is None else known
+    arguments: Any = module.frozen_arguments() if known is None else description.get("frozen", {})
+    if not arguments:
+        return description, {}
+    from rl_modules.language.frozen_weights import check_sources, describe_sources
+
+    return description, describe_sources(module, arguments) if known is None else check_sources(module, arguments)
 
 
 def make_model(
@@ -125,6 +167,16 @@ def freeze_unread_parts(model: PreTrainedModel) -> None:
             parameter.requires_grad_(False)
 
 
+def frozen_source(module: Any, prefix: str) -> str | None:
+    """Directory of frozen weights that the loaded checkpoint does not contain; None: it contains them."""
+    source = module.hparams["description"].get("frozen", {}).get(prefix)
+    if source is None:
+        return None
+    from rl_modules.language.frozen_weights import source_path
+
+    return source_path(source, module.hparams)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -170,9 +222,42 @@ def check_folder(name: str, value: Any) -> Any:
     return value
 
 
-def is_name(value: Any) -> bool:
-    """Returns whether an argument is a directory or hub name, or left out."""
-    return value is None or isinstance(value, str) or hasattr(value, "__fspath__")
+def name_or_object(name: str, value: Any) -> Any:
+    """A name, or the object in a tuple, because an attribute would become a part of the module."""
+    if isinstance(value, str) and value.endswith(".gguf"):
+        from rl_modules.language.pretrained import directory_of
+
+        return directory_of(value)
+    return value if value is None or isinstance(value, str) or hasattr(value, "__fspath__") else (value,)
+
+
+def name_alone(value: Any) -> Any:
+    """What a checkpoint holds of that."""
+    return None if isinstance(value, tuple) else value
+
+
+def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
+    """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
+    if lora is None:
+        return None
+    from rl_modules.language.lora import plain_adapters
+
+    return plain_adapters(name, lora)
+
+
+def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
+    """Converts the argument ``quantization_config`` to plain data, which a checkpoint can hold."""
+    if given is None:
+        return None
+    from rl_modules.language.quantized import plain_quantization
+
+    return plain_quantization(name, given)
+
+
+def adapters_of(module: Any) -> dict[str, Any] | None:
+    """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
+    lora: dict[str, Any] | None = module.hparams["lora"]
+    return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
 
 
 def without_ignored(config: GenerationConfig) -> GenerationConfig:

@@ -1,6 +1,7 @@
-"""Transformers' schedules of the learning rate, with the names and arguments that TRL's configs have."""
+"""The default optimizer, AdamW, and transformers' schedules of the learning rate, with TRL's names and arguments."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,24 +16,43 @@ KINDS = tuple(kind.value for kind in SchedulerType if kind.value not in ("reduce
 _CONSTANT = ("constant", "constant_with_warmup")
 
 
-def make_schedule(
-    kind: str, arguments: dict[str, Any] | None, optimizer: torch.optim.Optimizer, warmup_steps: int, steps: float
-) -> Any:
+def adamw(module: Any, parameters: Iterable) -> torch.optim.Optimizer:
+    """Returns AdamW with weight decay on matrices, but not on biases and norms."""
+    named, trainer = list(parameters), module.trainer
+    groups = [
+        {"params": [p for p in named if p.ndim >= 2], "weight_decay": module.hparams["weight_decay"]},
+        {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # Lightning refuses to clip values under mixed precision when the optimizer is fused.
+    by_value = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value"
+    clips_itself = not by_value and trainer.strategy.root_device.type == "cuda"
+    fused = trainer.precision in ("32-true", "64-true", "bf16-true", *["bf16-mixed"] * clips_itself)
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=module.learning_rate, eps=module.adam_eps, fused=fused)
+
+
+def schedule_of(module: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Returns the schedule of a run."""
-    has_end = "num_stable_steps" not in (arguments or {})
+    hp, steps = module.hparams, module.trainer.estimated_stepping_batches
+    kind, arguments = hp.lr_scheduler_type, hp.lr_scheduler_kwargs or {}
     if steps == float("inf"):
-        if kind not in (*_CONSTANT, "inverse_sqrt") and has_end:
+        if kind not in (*_CONSTANT, "inverse_sqrt") and "num_stable_steps" not in arguments:
             raise UsageError(f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or "
                              "trainer.max_epochs")  # fmt: skip
         steps = 0
     with warnings.catch_warnings():  # num_stable_steps come before the run's length
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
         try:
-            return get_scheduler(kind, optimizer, warmup_steps, int(steps), arguments)
+            return get_scheduler(kind, optimizer, hp.warmup_steps, int(steps), hp.lr_scheduler_kwargs)
         except (TypeError, ValueError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"lr_scheduler_kwargs={arguments or {}} can't be used with lr_scheduler_type={kind!r}: "
+            raise UsageError(f"lr_scheduler_kwargs={arguments} can't be used with lr_scheduler_type={kind!r}: "
                              f"{reason}") from error  # fmt: skip
+
+
+def beside_optimizer(module: Any) -> str | bool:
+    """The reason why an argument of AdamW is idle."""
+    return module.optimizer_factory is not None and "beside optimizer, which has its own; give it to that"
 
 
 def beside_scheduler(module: Any) -> str | bool:

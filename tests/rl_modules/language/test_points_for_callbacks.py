@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import DPO, GRPO, RLOO, SFT
@@ -150,7 +151,7 @@ def test_an_optimizer_and_a_scheduler_are_callables_that_need_no_metric():
     with pytest.raises(UsageError, match="optimizer='adamw' must be a callable, such as a class of torch.optim$"):
         SFT(optimizer="adamw")
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(UsageError, match="lr_scheduler=ReduceLROnPlateau needs a metric; override"):
+    with pytest.raises(MisconfigurationException, match="must include a monitor when a `ReduceLROnPlateau`"):
         fit(SFT(model_config=TINY, lr_scheduler=lambda o: plateau(o)), demonstrations(), max_steps=1)
 
 

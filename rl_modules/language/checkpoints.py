@@ -1,0 +1,78 @@
+"""What a language module's checkpoint holds besides its run: no frozen weights from a path, one mean gradient."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rl_modules.common.stored_arguments import settings_of
+from rl_modules.core.curves import hand_to_callbacks
+from rl_modules.core.resume import accumulated_gradients
+from rl_modules.language.metrics import monitored
+from rl_modules.language.models import is_sharded
+
+
+def complete(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Leaves frozen weights out of a checkpoint; adds the last values of metrics that callbacks monitor."""
+    if frozen := module.hparams["description"]["frozen"]:
+        from rl_modules.language.frozen_weights import leave_out
+
+        leave_out(module, checkpoint, frozen)
+    watched = set() if module._trainer is None else monitored(module.trainer)
+    checkpoint["monitored"] = {name: value for name, value in module.latest_metrics.items() if name in watched}
+
+
+def add_frozen(module: Any, state_dict: dict[str, Tensor]) -> None:
+    """Adds the frozen weights that a checkpoint's state dict lacks."""
+    if frozen := module.hparams["description"]["frozen"]:
+        from rl_modules.language.frozen_weights import add_frozen
+
+        add_frozen(module, state_dict, frozen)
+
+
+def add_frozen_to(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Adds the same to a checkpoint of a run that resumes, where they are the weights with which it began."""
+    if saved := (settings_of(checkpoint).get("description") or {}).get("frozen", {}):
+        from rl_modules.language.frozen_weights import add_to, require_same_weights
+
+        require_same_weights(module._sources, saved, module.hparams)
+        add_to(module, checkpoint, saved)
+    # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
+    own = module.hparams["description"]
+    kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
+    module.hparams["description"] = {**own, "frozen": kept}
+
+
+def require_same_adapters(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Refuses a checkpoint with adapters for a model without any, and the reverse."""
+    saved, own = settings_of(checkpoint), module.hparams["lora"]
+    if "lora" in saved and (own is None) != (saved["lora"] is None):
+        from rl_modules.language.lora import refuse_other_adapters
+
+        refuse_other_adapters(own, saved["lora"])
+
+
+def gradients_so_far(module: Any) -> dict[str, Tensor]:
+    """The gradients of an unfinished step, averaged over ranks, on the CPU."""
+    gradients = accumulated_gradients(module)
+    if is_sharded(module.model):  # and averaged already
+        from rl_modules.language.sharding import whole
+
+        return whole(gradients) if gradients else {}
+    # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
+    strategy: Any = module._trainer and module.trainer.strategy
+    there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
+    return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
+
+
+def take_up(module: Any) -> None:
+    """Continues the curves and the unfinished step of a loaded checkpoint, before training begins."""
+    hand_to_callbacks(module.trainer, module.latest_metrics)
+    module._means.to(module.device)
+    if module._means:
+        module.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
+    gradients, parameters = module.run.gradients, dict(module.named_parameters())
+    gradients |= {name: g.to(parameters[name].device, parameters[name].dtype) for name, g in gradients.items()}
+    if is_sharded(module.model):
+        from rl_modules.language.sharding import share
+
+        gradients |= {name: share(gradient, parameters[name]) for name, gradient in gradients.items()}
