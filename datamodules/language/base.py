@@ -12,7 +12,7 @@ from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import TEXTS, EndlessOrder, fitting, notice, place_of, refuse, task_records
+from datamodules.language.sources import EndlessOrder, fitting, notice, place_of, refuse, task_records
 from datamodules.language.tasks import make_task
 from datamodules.language.tasks.base import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
@@ -54,11 +54,10 @@ class LanguageDataModule(LanguageArguments):
 
             funcs = [*funcs, environment]
         #: Names of the sources of records, and of the evaluation sets, that have metrics of their own.
-        mixed = [] if self.mixture is None else list(self.mixture.sources)
+        mixed = [] if self.mixture is None else self.mixture.sources
         self.sources = list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
-        if mixed and self.sources != mixed and not self.reward_funcs:
-            raise UsageError(f"eval_path: no reward function applies to the set {self.sources[len(mixed)]!r}; give it "
-                             f"the name of a source ({', '.join(mixed)}), or give reward_funcs, for all")  # fmt: skip
+        if self.mixture is not None and not self.reward_funcs:
+            self.mixture.require_rewards(self.sources)
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = trainer_state(None, 0.0)
         #: Those of a large file or dataset are encoded when they are asked for.
@@ -123,30 +122,14 @@ class LanguageDataModule(LanguageArguments):
         """Whether the training records are needed all at once, so that those of a large source are loaded too."""
         return False
 
-    @property
-    def reads_as_needed(self) -> bool:
-        """Whether training records are read when they are needed: those of a stream or of a large source."""
-        return self.stream is not None or not isinstance(self.train_records, list)
-
     def load_split(self, split: str, n: int | None, as_read: bool = False) -> "list[Record] | EncodedRecords":
         """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
-        training = split == "train"
-        required = self.required if training else self.eval_required
-        # A task compares texts.
-        is_task = self.task is not None and self.mixture is None
-        checks: dict[str, Any] = {"reshape": self.reshape, "texts": TEXTS if is_task else self.texts}
-        if not training and isinstance(self.eval_path, dict):
-            from datamodules.language.mixture import held_out
-
-            checks |= {"columns": self.columns, "answer_after": self.answer_after, "required": required}
-            return self._encode_and_report(held_out(self.eval_path, self.n_eval, seed=self.seed, **checks))
-        if self.mixture is not None and (training or self.eval_path is None):
-            return self._encode_and_report(self.mixture.load(split, n, required=required, **checks))
-        if self.task is not None and (training or self.eval_path is None):
+        if self.task is not None and self.mixture is None and (split == "train" or self.eval_path is None):
+            required = self.required if split == "train" else self.eval_required
             return self._encode_and_report(task_records(self.task, split, n, required))
         from datamodules.language.on_demand import records_of
 
-        return records_of(self, split, n, as_read, required=required, **checks)
+        return records_of(self, split, n, as_read)
 
     def _encode_and_report(self, records: list[Record]) -> list[Record]:
         encoded = self.encode(records)
@@ -239,10 +222,6 @@ class LanguageDataModule(LanguageArguments):
         weights = self.mixture.weights
         return MixedOrder(self.seed, list(self.train_records), weights, lambda: getattr(self, "_segments", []))
 
-    def record_at(self, position: int) -> int:
-        """Number of the training record at a position of the endless shuffled stream."""
-        return self._passes.at(position, len(self.train_records))
-
     def records(self, positions: Sequence[int]) -> list[Record]:
         """Returns the training records at positions of the endless shuffled stream, the same on every rank."""
         if self.stream is not None:
@@ -264,9 +243,7 @@ class LanguageDataModule(LanguageArguments):
         return bool(self.n_eval) and (self.task is not None or self.eval_path is not None or bool(self.eval_steps))
 
     def val_dataloader(self) -> Any:
-        if not self.n_eval or (self.is_fitting and not self.eval_steps):
-            return []
-        return self.evaluation()
+        return self.evaluation() if self.n_eval and (self.eval_steps or not self.is_fitting) else []
 
     def test_dataloader(self) -> Any:
         return self.evaluation()
@@ -359,17 +336,13 @@ class LanguageDataModule(LanguageArguments):
         said: list[Any] = texts
         turns: dict[str, Any] = {}
         if written.dialogues is not None:
-            from datamodules.language.dialogues import dialogue_metrics, transcript, with_rewards
+            from datamodules.language.dialogues import judged
 
-            texts, said = [transcript(d) for d in written.dialogues], [d["messages"] for d in written.dialogues]
-            repeated = with_rewards(repeated, written, self.rewards.by_token)
-            turns = {name: getattr(written, name) for name in ("written", "turn", "turn_reward", "dialogues")}
-            self.rewards.note(dialogue_metrics(written))
+            texts, said, repeated, turns = judged(self.rewards, repeated, written)
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, said, ids) if early is None else early.result(repeated, texts)
-        for row, dialogue in enumerate(written.dialogues or ()):
-            if dialogue["ended"] == "failed":
-                scores[row] = torch.nan
+        if written.dialogues is not None:
+            scores[[dialogue["ended"] == "failed" for dialogue in written.dialogues]] = torch.nan
         self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.token_rewards(scores, lengths) if self.rewards.by_token else None
@@ -378,8 +351,7 @@ class LanguageDataModule(LanguageArguments):
         if self.mixture is None:
             answers = [voted_answer(t, self.answer_after) if self.task is None else self.task.extract(t) for t in plain]
         else:
-            answers = list(map(self.mixture.answer_of, repeated, plain))
-            first = None if first is None else self.mixture.first_reward(repeated, scores)
+            answers, first = self.mixture.judged(repeated, plain, scores)
         correct = None if first is None else first >= self.correct_threshold
         if self.sources:
             from datamodules.language.mixture import by_source

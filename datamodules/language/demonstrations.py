@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.language.formats import as_answer
@@ -11,6 +12,18 @@ from datamodules.language.sequences import Sequences
 from datamodules.language.sources import PlacedRecord, place_of, refuse
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+
+
+def demonstrations_of(data: Any, n_micro: int) -> "Demonstrations":
+    """Returns a datamodule's demonstrations, loaded once."""
+    if data.ptx_batch_size < n_micro:
+        raise UsageError(f"ptx_batch_size={data.ptx_batch_size} is less than one demonstration for each of "
+                         f"trainer.accumulate_grad_batches={n_micro} micro-batches")  # fmt: skip
+    if not getattr(data.policy, "reads_demonstrations", True):
+        rank_zero_warn(f"ptx_batch_size={data.ptx_batch_size} does nothing with {type(data.policy).__name__}, whose "
+                       "loss reads no demonstrations (a subclass whose loss does sets reads_demonstrations = True); "
+                       "take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
+    return data.demonstrations or Demonstrations(data)
 
 
 class Demonstrations:

@@ -275,6 +275,17 @@ def environment(
     return environment_reward
 
 
+def judged(
+    rewards: Any, records: Sequence[Record], written: Completions
+) -> tuple[list[str], list[Any], list[Record], dict[str, Any]]:
+    """Dialogues as texts, as messages, and as records with the environment's rewards; their tokens' turns."""
+    assert written.dialogues is not None
+    rewards.note(dialogue_metrics(written))
+    turns = {name: getattr(written, name) for name in ("written", "turn", "turn_reward", "dialogues")}
+    said = [dialogue["messages"] for dialogue in written.dialogues]
+    return list(map(transcript, written.dialogues)), said, with_rewards(records, written, rewards.by_token), turns
+
+
 def with_rewards(records: Sequence[Record], written: Completions, by_token: bool) -> list[Record]:
     """Records with ``environment_reward``: the sum over turns, or a number per token; None of a failed environment."""
     assert written.dialogues is not None and written.turn_reward is not None

@@ -133,6 +133,20 @@ class Mixture(Task):
         columns = [min(first.get(record.get(SOURCE, ""), end), rewards.shape[1] - 1) for record in records]
         return rewards.gather(1, torch.tensor(columns).unsqueeze(1)).squeeze(1)
 
+    def require_rewards(self, names: Sequence[str]) -> None:
+        """Refuses names of evaluation sets to which no reward function of a source applies."""
+        for name in names:
+            if name not in self.sources:
+                raise UsageError(f"eval_path: no reward function applies to the set {name!r}; give it the name of a "
+                                 f"source ({', '.join(self.sources)}), or give reward_funcs, for all")  # fmt: skip
+
+    def judged(
+        self, records: Sequence[Record], texts: Sequence[str], rewards: Tensor
+    ) -> tuple[list[str | None], Tensor | None]:
+        """Returns the completions' answers, and :meth:`first_reward`."""
+        first = self.first_reward(records, rewards) if rewards.shape[1] else None
+        return list(map(self.answer_of, records, texts)), first
+
     def answer_of(self, record: Record, text: str) -> str | None:
         """Returns a completion's final answer for a majority vote."""
         source = self.sources.get(record.get(SOURCE, ""))
@@ -255,12 +269,16 @@ class MixedOrder(EndlessOrder):
 # ---------------------------------------------------------------- curricula
 
 
-def load_curriculum(given: Any) -> Callable[[dict[str, float], dict[str, float]], Any]:
-    """A curriculum from its name or import path."""
+def load_curriculum(data: Any) -> Callable[[dict[str, float], dict[str, float]], Any]:
+    """A datamodule's curriculum, from its name or import path."""
+    given = data.curriculum
     found = learnable if given == "learnable" else given
     found = load_object(found, "curriculum", ["learnable"]) if isinstance(found, str) else found
     if not callable(found):
         raise UsageError(f"curriculum={given!r} is a {type(found).__name__}, where a function should be")
+    if data.mixture is None or not len(data.rewards):
+        raise UsageError(f"curriculum={data.hparams['curriculum']!r} weighs sources by their pass rates; give task a "
+                         "list of sources, with reward functions")  # fmt: skip
     return found
 
 

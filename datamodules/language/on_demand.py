@@ -205,8 +205,19 @@ def _numbers_of(found: list[Record], block: dict[int, Record]) -> Iterator[int]:
             one = next(left, None)
 
 
-def records_of(data: Any, split: str, n: int | None, as_read: bool, **checks: Any) -> list[Record] | EncodedRecords:
-    """The records of a split of a datamodule's file or dataset, with token ids."""
+def records_of(data: Any, split: str, n: int | None, as_read: bool) -> list[Record] | EncodedRecords:
+    """The records of a split of a datamodule's files or datasets, with token ids."""
+    # A task compares texts.
+    is_task = data.task is not None and data.mixture is None
+    checks: dict[str, Any] = {"reshape": data.reshape, "texts": TEXTS if is_task else data.texts}
+    checks["required"] = data.required if split == "train" else data.eval_required
+    columns = {"columns": data.columns, "answer_after": data.answer_after}
+    if split != "train" and isinstance(data.eval_path, dict):
+        from datamodules.language.mixture import held_out
+
+        return data._encode_and_report(held_out(data.eval_path, data.n_eval, seed=data.seed, **columns, **checks))
+    if data.mixture is not None and (split == "train" or data.eval_path is None):
+        return data._encode_and_report(data.mixture.load(split, n, **checks))
     source: dict[str, Any] = {"path": data.path, "dataset": data.dataset}
     if split != "train" and data.eval_path is not None:
         source = {"path": data.eval_path}
@@ -217,8 +228,7 @@ def records_of(data: Any, split: str, n: int | None, as_read: bool, **checks: An
     records: Any = load_records(
         **source,
         dataset_config=data.dataset_config, dataset_split=data.dataset_split if split == "train" else data.eval_split,
-        columns=data.columns, answer_after=data.answer_after, split=split, n=n, seed=data.seed,
-        as_read=as_read, **checks,
+        split=split, n=n, seed=data.seed, as_read=as_read, **columns, **checks,
     )  # fmt: skip
     if isinstance(records, list) or len(records) <= LOADED:
         return data._encode_and_report(list(records))

@@ -63,6 +63,11 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         """Returns whether rows are packed: ``mixed`` then are the micro-batches, otherwise ``alike``."""
 
     @property
+    def reads_as_needed(self) -> bool:
+        """Whether training records are read when they are needed: those of a stream or of a large source."""
+        return self.stream is not None or not isinstance(self.train_records, list)
+
+    @property
     def limit(self) -> int:
         """Most tokens of a record."""
         return min(self.policy.max_length, self.max_length or self.policy.max_length)
@@ -119,6 +124,10 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
              "num_tokens": fields["num_tokens"] if i == n_micro - 1 else 0}
             for i, part in enumerate(mixed if packs else alike)
         ]  # fmt: skip
+
+    def record_at(self, position: int) -> int:
+        """Number of the training record at a position of the endless shuffled stream."""
+        return self._passes.at(position, len(self.train_records))
 
     def positions(self, number: int) -> range:
         """Returns the positions of an optimizer step's records, over all ranks, in the endless stream."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.experience import LazyLoader
@@ -124,10 +123,7 @@ class PromptDataModule(LanguageDataModule):
         if self.curriculum is not None:
             from datamodules.language.mixture import load_curriculum
 
-            self.reweigh = load_curriculum(self.curriculum)
-            if self.mixture is None or not len(self.rewards):
-                raise UsageError(f"curriculum={self.hparams['curriculum']!r} weighs sources by their pass rates; "
-                                 "give task a list of sources, with reward functions")  # fmt: skip
+            self.reweigh = load_curriculum(self)
         self.demonstrations: Any = None
         if self.environment is not None and self.reward_overlap:
             raise UsageError("reward_overlap=true scores completions one by one, and an environment rewards whole "
@@ -140,19 +136,11 @@ class PromptDataModule(LanguageDataModule):
             if self.batch_size % micro:
                 raise UsageError(f"trainer.accumulate_grad_batches={micro} does not divide batch_size="
                                  f"{self.batch_size}")  # fmt: skip
-            if self.ptx_batch_size and self.ptx_batch_size < micro:
-                raise UsageError(f"ptx_batch_size={self.ptx_batch_size} is less than one demonstration for each of "
-                                 f"trainer.accumulate_grad_batches={micro} micro-batches")  # fmt: skip
-            if self.ptx_batch_size and not getattr(self.policy, "reads_demonstrations", True):
-                rank_zero_warn(f"ptx_batch_size={self.ptx_batch_size} does nothing with {type(self.policy).__name__}, "
-                               "whose loss reads no demonstrations (a subclass whose loss does sets "
-                               "reads_demonstrations = True); take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
-            if self.ptx_batch_size and self.demonstrations is None:
-                from datamodules.language.demonstrations import Demonstrations
+            if self.ptx_batch_size:
+                from datamodules.language.demonstrations import demonstrations_of
 
-                self.demonstrations = Demonstrations(self)
-            module = self.policy
-            module.samples_ahead = self.async_generations > 0
+                self.demonstrations = demonstrations_of(self, micro)
+            self.policy.samples_ahead = self.async_generations > 0
             forget_state(self.rewards)
 
     def encode(self, records: list[Record]) -> list[Record]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language import chat_template
+from datamodules.language import rendering
 from datamodules.language.encoding import encoder_of
 from rl_modules.common.errors import UsageError
 
@@ -222,7 +222,7 @@ def test_the_end_of_a_text_is_not_written_twice():
     "{% for i in range(10**9) %}{% endfor %}",
 ], ids=["loops", "recursion", "range"])  # fmt: skip
 def test_a_template_without_an_end_is_a_sentence(loop, monkeypatch):
-    monkeypatch.setattr(chat_template, "TEMPLATE_LIMIT_S", 0.1)
+    monkeypatch.setattr(rendering, "TEMPLATE_LIMIT_S", 0.1)
     tokenizer = byte_tokenizer(loop + THINKS)
     tokenizer.name_or_path = "mine/looping"
     with pytest.raises(UsageError, match=(
