@@ -3,12 +3,23 @@
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from rl_modules.common.stored_arguments import is_storable, name_of
 from rl_modules.core.settings import Given, refuse_unknown
+
+
+def known_annotations(cls: type) -> dict[str, Any]:
+    """Returns the annotations of a class's body whose names are known at run time."""
+    found: dict[str, Any] = {}
+    for name, annotation in inspect.get_annotations(cls).items():
+        alone = type(cls.__name__, (), {"__annotations__": {name: annotation}, "__module__": cls.__module__})
+        with suppress(NameError):
+            found |= inspect.get_annotations(alone, locals=dict(vars(cls)), eval_str=True)
+    return found
 
 
 def recording(init: Callable[..., None]) -> Callable[..., None]:

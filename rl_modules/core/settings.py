@@ -326,8 +326,10 @@ def _declare(cls: Any) -> None:
             inherited.pop(name, None)
     try:
         annotations = inspect.get_annotations(cls, eval_str=True)
-    except NameError:  # of a function's scope
-        annotations = {}
+    except NameError:  # a name of a function's scope, or one that is imported for type checkers alone
+        from rl_modules.core.constructors import known_annotations
+
+        annotations = known_annotations(cls)
     declared, names_fixed, introduced, instead = {}, [], [], dict(cls.fixed_settings)
     for name, value in list(vars(cls).items()):
         if isinstance(value, Setting):

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from rl_modules import A2C, DDPG, PPO, SAC, QLearning, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import Declared, changed, fixed, setting
 from tests.training import fit, rollouts
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 CONTROL = [PPO, A2C, SAC, DDPG, QLearning, RecurrentPPO, RolloutDataModule, ReplayDataModule]
 
@@ -137,6 +140,23 @@ def test_the_command_line_shows_every_argument_with_its_meaning(cls: type) -> No
     for name, declared in cls.declared_settings.items():  # type: ignore[attr-defined]
         assert f"--it.{name}" in text
         assert " ".join(declared.says.split())[:40] in text
+
+
+def test_a_type_that_only_type_checkers_import_takes_no_other_argument_s_type() -> None:
+    class Shared(PPO):
+        share: "Fraction | None" = setting(None, "of the whole")
+        pauses: "int" = setting(3, "between two updates", least=1)
+        gamma: "float" = changed(above=0.5)
+
+    kinds = {name: parameter.annotation for name, parameter in inspect.signature(Shared).parameters.items()}
+    assert (kinds["share"], kinds["pauses"], kinds["gamma"], kinds["gae_lambda"]) == (Any, int, float, float)
+    with pytest.raises(UsageError, match=r"pauses=2\.5 must be a whole number"):
+        Shared(pauses=2.5)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Shared, "model")
+    assert parser.parse_args(["--model.pauses=4"]).model.pauses == 4
+    with pytest.raises(Exception, match="pauses"):
+        parser.parse_args(["--model.pauses=often"])
 
 
 def test_a_declared_argument_of_one_s_own_trains_and_loads(tmp_path: Any) -> None:
