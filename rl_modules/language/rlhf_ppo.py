@@ -230,7 +230,7 @@ class RLHFPPO(PolicyWithReference):
         extent, filtered = extent_in(batch) or extent_of(*text[1:]), self.filter_of(batch)
         # Means over this micro-batch become parts of the mean over the step; Lightning divides by their number.
         share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
-        if self.value_head is None:
+        if self.value_head is None and type(self).policy_and_value is RLHFPPO.policy_and_value:
             weighted_value_loss, value_loss, value = loss_of(
                 self, lambda: self.values(*text, extent), lambda value: self.value_loss(value, batch),
                 share * self.vf_coef,

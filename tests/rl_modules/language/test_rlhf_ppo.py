@@ -337,6 +337,27 @@ def test_micro_batches_make_the_same_step(make, model):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+def test_an_own_policy_and_value_is_asked_in_training_too(make):
+    """Values doubled there train the weights that values doubled by the value model's own method do."""
+
+    class OfBoth(RLHFPPO):
+        def policy_and_value(self, *text, **arguments):
+            log_prob, value, spread = super().policy_and_value(*text, **arguments)
+            return log_prob, 2 * value, spread
+
+    class OfValues(RLHFPPO):
+        def values(self, *text):
+            return 2 * super().values(*text)
+
+    trained = []
+    for cls in (OfBoth, OfValues, RLHFPPO):
+        module, data = make(cls, vf_coef=1.0, optimizer=sgd)
+        fit(module, data, max_steps=2)
+        trained.append(weights(module))
+    torch.testing.assert_close(trained[0], trained[1])
+    assert not torch.allclose(trained[0], trained[2], atol=1e-3)
+
+
 @pytest.mark.fast_path
 @pytest.mark.parametrize(
     ("model", "trainer"),
