@@ -70,7 +70,7 @@ class ControlLoop(OfRun):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         check_schedulers(module)
-        if module.run.optimizers_saved is not None:
+        if is_loaded := module.run.optimizers_saved is not None:
             from rl_modules.checkpoints import require_same_optimizers
 
             require_same_optimizers(module)
@@ -89,7 +89,10 @@ class ControlLoop(OfRun):
         self.on_train_epoch_start(trainer, module)
         module.run.has_resets = module.source.ranks_differ_in_size
         module.run.scheduled_at = module.source.num_timesteps
+        known = {*module.run.latest}
         module.update_schedules(module.progress_remaining)
+        if is_loaded:  # an earlier epoch's point has the other values that hold since the last new experience
+            module.run.latest = {name: module.run.latest[name] for name in known}
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         if module.graph:  # not what torch.compile has put there

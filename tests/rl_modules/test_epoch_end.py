@@ -289,3 +289,19 @@ def test_what_is_due_after_a_checkpoints_batch_is_done_by_the_run_that_resumes(c
             for progress in ("epoch_progress", "epoch_loop.batch_progress"):
                 assert loops[0][progress] == loops[1][progress]
         shutil.rmtree(tmp_path / "rest")
+
+
+@pytest.mark.parametrize("case", ["ppo", "dqn", "table"])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_an_extended_run_draws_a_rollout_s_values_once(case: str, epochs: int, tmp_path: Path) -> None:
+    """Epochs of one batch: several learn from one rollout, whose scheduled values are in the point of the first."""
+    make_model, make_data, _ = CASES[case]
+    whole, first, rest = Curves(), Curves(), Curves()
+    run = partial(fit, limit_train_batches=1)
+    run(make_model(), make_data(), logger=whole, max_epochs=5).save_checkpoint(tmp_path / "whole")
+    run(make_model(), make_data(), logger=first, max_epochs=epochs).save_checkpoint(tmp_path / "first")
+    run(make_model(), make_data(), logger=rest, max_epochs=5, ckpt_path=tmp_path / "first")
+    names = {name for name, *_ in whole.points if not name.startswith("time/")}
+    drawn = [point[:2] for point in first.points + rest.points if point[0] in names]
+    assert sorted(drawn) == sorted(point[:2] for point in whole.points if point[0] in names)
+    assert {"train/clip_range", "rollout/exploration_rate"} & names
