@@ -982,10 +982,11 @@ python("SFT's model as SB3", lambda p: SFT(model="qwen"), "model", "model_name_o
 for several, make in {
     "path": InstructionDataModule, "eval_path": PreferenceDataModule,
     "eval_split": PreferenceDataModule, "ptx_path": PromptDataModule, "reward_model_name_or_path": GRPO,
-    "ref_model_name_or_path": DPO, "torch_dtype": SFT,
+    "ref_model_name_or_path": DPO,
 }.items():  # fmt: skip
     python(f"several of {several}", lambda p, make=make, name=several: make(**{name: ["a", "b"]}),
            rf"{several}=\['a', 'b'\] is a list", "where a single text should be")  # fmt: skip
+python("several of torch_dtype", lambda p: SFT(torch_dtype=["a", "b"]), r"torch_dtype=\['a', 'b'\] must be one of")
 python("several of tokenizer_name_or_path", lambda p: RewardModel(tokenizer_name_or_path=["a", "b"]),
        "tokenizer_name_or_path is a list; it takes a directory, a hub name or a tokenizer")  # fmt: skip
 python(

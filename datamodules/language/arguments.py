@@ -79,7 +79,9 @@ class LanguageArguments(Experience):
         "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
     dataset_config: str | None = setting(None, "the hub dataset's configuration")
     dataset_split: str = setting("train", "split to train on, or a part of it, ``train[:90%]``")
-    eval_split: str = setting("test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``")
+    eval_split: str = setting(
+        "test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``",
+        idle=lambda data: data.eval_path is not None and "beside eval_path; leave that out")  # fmt: skip
     columns: dict[str, str] | None = setting(
         None, "source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
         '"{context} {question}"}``; None: same names')  # fmt: skip
@@ -146,9 +148,6 @@ class LanguageArguments(Experience):
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
-        if hp.eval_path is not None and hp.eval_split != "test":
-            raise UsageError(f"eval_split={hp.eval_split!r} and eval_path={hp.eval_path!r} both name the held-out "
-                             "records; give one")  # fmt: skip
         for name, sources in _SOURCES_OF.items():
             usual = self.declared_settings[name].default if name in self.declared_settings else None
             if given[0] not in sources and hp.get(name) not in (None, {}, usual):

@@ -25,12 +25,10 @@ def encoder_of(
     datamodules.
     """
     settings = dict(chat_template_kwargs or {})
-    if tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None or chat_template:
         from datamodules.language.chat_template import ChatEncoder
 
         return ChatEncoder(tokenizer, system_prompt, settings, chat_template)
-    if chat_template:
-        raise UsageError("chat_template=true, and the tokenizer has none; leave that out, or give another tokenizer")
     return TextEncoder(tokenizer, system_prompt, settings)
 
 

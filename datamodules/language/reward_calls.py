@@ -43,9 +43,6 @@ class RewardFunctions(Stateful):
             thread of their own.
         workers: calls that run at once, in threads. Above 1 each function is called on up to as many parts of the
             batch; the completions of one prompt stay in one part.
-
-    Raises:
-        UsageError: a limit that is not positive, or no worker.
     """
 
     #: Names of the functions that have returned a value, and of the others up to two prompts that they failed on.
@@ -55,10 +52,6 @@ class RewardFunctions(Stateful):
     def __init__(
         self, funcs: Sequence[Callable[..., Any]], time_limit_s: float | None = None, workers: int = 1
     ) -> None:
-        if time_limit_s is not None and not time_limit_s > 0:
-            raise UsageError(f"the reward functions' time limit of {time_limit_s} s must be positive")
-        if workers < 1:
-            raise UsageError(f"reward_workers={workers} must be at least 1")
         self.funcs = list(funcs)
         self.time_limit_s, self.workers = time_limit_s, workers
         #: Passed as ``trainer_state``, as TRL does; None: not passed.

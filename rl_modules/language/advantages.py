@@ -69,11 +69,10 @@ def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
     except Exception as error:
         raise UsageError(f"advantages={given!r} raised {type(error).__name__}: {error}; it must take rewards [P, G] as "
                          "a tensor") from error  # fmt: skip
-    if not isinstance(scores, Tensor):
-        raise UsageError(f"advantages={given!r} returned a {type(scores).__name__}; it must return a tensor [P, G]")
-    if scores.shape != rewards.shape:
-        raise UsageError(f"the function of advantages returned shape {tuple(scores.shape)} for rewards of shape "
-                         f"{tuple(rewards.shape)}; it must return one advantage per reward")  # fmt: skip
+    if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
+        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise UsageError(f"advantages={given!r} returned {came} for rewards of shape {tuple(rewards.shape)}; it must "
+                         "return a tensor [P, G], one advantage per reward")  # fmt: skip
     return scores
 
 

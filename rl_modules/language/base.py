@@ -26,6 +26,7 @@ from rl_modules.language.architecture import (
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.models import (
+    DTYPES,
     adapters_of,
     adopt_strategy,
     build_models,
@@ -98,7 +99,7 @@ class LanguageModule(LanguageMetrics):
         "dropout, so ``lora_dropout`` is 0 there", check=check_lora, computed=adapters_of)  # fmt: skip
     torch_dtype: str = setting(
         "float32", "of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's "
-        "``precision`` sets the precision of computations")  # fmt: skip
+        "``precision`` sets the precision of computations", one_of=DTYPES)  # fmt: skip
     quantization_config: dict[str, Any] | None = setting(
         None, "arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
         "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "

@@ -13,7 +13,6 @@ from rl_modules.language.architecture import text_config
 from rl_modules.language.completion_metrics import length_metrics, moments, record_completions, table_is_due
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.judges import in_parts, reference_log_probs_of
-from rl_modules.language.models import check_folder
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, logits_by_tiles, written_mask
@@ -41,7 +40,7 @@ class Distillation(PolicyWithReference):
 
     teacher_model_name_or_path: str | None = setting(
         None, "the teacher: an exported directory, a hub name, or a language algorithm's checkpoint (``.ckpt``), with "
-        "the student's tokenizer. None: under ``lora`` the model without adapters", check=check_folder)  # fmt: skip
+        "the student's tokenizer. None: under ``lora`` the model without adapters")  # fmt: skip
     teacher_model_server_url: str | None = setting(
         None, "in place of a local teacher, host:port of `rl serve --model DIRECTORY`, which answers with the "
         "``loss_top_k`` likeliest tokens of each place")  # fmt: skip

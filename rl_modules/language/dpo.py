@@ -81,7 +81,7 @@ class DPO(PreferencePolicy):
     label_smoothing: float = setting(
         0.0, "ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO), "
         "``sigmoid_norm``, ``cpo``, ``simpo``, ``robust`` and AOT; ``exo_pair`` needs one, such as 1e-3", least=0,
-        below=0.5)  # fmt: skip
+        below=0.5, idle=lambda m: not SMOOTHED & {*m.losses} and "with this loss_type; take sigmoid")  # fmt: skip
     f_divergence_type: str = setting(
         "reverse_kl", "divergence to the reference (f-DPO, arXiv:2309.16240), for losses of the answers' difference",
         one_of=DIVERGENCES)  # fmt: skip
@@ -222,9 +222,6 @@ def refuse_contradictions(module: Any) -> None:
     if hp.rpo_alpha is not None and "sft" in names:
         raise UsageError(f"rpo_alpha={hp.rpo_alpha} and sft in loss_type={names} weigh the same term; give the weight "
                          "in loss_weights")  # fmt: skip
-    if hp.label_smoothing and not SMOOTHED & {*names}:
-        raise UsageError(f"label_smoothing={hp.label_smoothing} does nothing for loss_type={hp.loss_type!r}; "
-                         f"set it to 0, or take {', '.join(sorted(SMOOTHED))}")  # fmt: skip
     if "exo_pair" in names and not hp.label_smoothing:
         raise UsageError("label_smoothing=0 leaves loss_type='exo_pair' without a bound; give one, such as 1e-3")
     if hp.f_divergence_type != "reverse_kl" and (others := [n for n in names if n not in {*OF_DIFFERENCES, "sft"}]):

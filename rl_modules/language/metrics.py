@@ -28,17 +28,12 @@ def monitored(trainer: Any) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _scalar(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Returns a float32 scalar on a device, without a wait for it."""
-    if not isinstance(value, Tensor):
-        # A fill, because a copy of a number from the host would synchronise.
-        try:
-            return torch.full((), float(value), dtype=torch.float32, device=device)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"record: {name}={value!r} must be a number or a tensor with one element") from error
-    if value.numel() != 1:
-        raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
-    return value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a number on a device as float32, without a wait for it."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float32, non_blocking=True)
+    # A fill, because a copy of a number from the host would synchronise.
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 class LanguageMetrics(Algorithm):
@@ -84,8 +79,8 @@ class LanguageMetrics(Algorithm):
         weight = metrics.pop("weight", weight)
         self._own_names.update(metrics)
         if metrics and not (self._trainer is not None and self._trainer.evaluating):
-            values = {name: _scalar(name, value, self.device) for name, value in metrics.items()}
-            self._means.add(values, _scalar("weight", weight, self.device))
+            values = {name: _scalar(value, self.device) for name, value in metrics.items()}
+            self._means.add(values, _scalar(weight, self.device))
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
         """Adds the values that reward functions logged: mean and weight by name."""

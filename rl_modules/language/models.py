@@ -24,7 +24,8 @@ from transformers import (
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import require_head, transformers_model
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Types of weights.
+DTYPES = ("float32", "bfloat16", "float16")
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 
 
@@ -84,9 +85,7 @@ def make_model(
     ``initialize`` changes them before there are adapters.
     """
     require_head(config, head)
-    if torch_dtype not in _DTYPES:
-        raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
-    options: dict[str, Any] = {"dtype": _DTYPES[torch_dtype]}
+    options: dict[str, Any] = {"dtype": getattr(torch, torch_dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attention_name(attn_implementation)
     config = copy.deepcopy(config)
@@ -212,14 +211,6 @@ def float32_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def check_folder(name: str, value: Any) -> Any:
-    """Refuses a module in place of a directory or hub name, because no checkpoint could hold it."""
-    if isinstance(value, nn.Module):
-        raise UsageError(f"{name} is a {type(value).__name__}; it takes a directory or hub name: write the model with "
-                         "save_pretrained and give the folder")  # fmt: skip
-    return value
 
 
 def name_or_object(name: str, value: Any) -> Any:

@@ -13,7 +13,6 @@ from rl_modules.common.errors import UsageError, real_number
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import plain_config
-from rl_modules.language.models import check_folder
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
@@ -27,11 +26,9 @@ def check_reward_weights(name: str, weights: Any) -> Any:
     """Refuses weights that are not finite: a weight of NaN would make all rewards NaN, which means no reward."""
     if weights is None:
         return None
-    if not isinstance(weights, list | tuple):
-        raise UsageError(f"{name}={weights!r} must be a list of numbers, one per reward")
-    for weight in weights:
-        if not math.isfinite(real_number(name, weight)):
-            raise UsageError(f"{name}={weights} must be finite numbers, one per reward")
+    is_list = isinstance(weights, list | tuple)
+    if not is_list or not all(math.isfinite(real_number(name, weight)) for weight in weights):
+        raise UsageError(f"{name}={weights!r} must be a list of finite numbers, one per reward")
     return weights
 
 
@@ -62,10 +59,10 @@ class PolicyWithReference(LanguagePolicy):
         None, "one per reward function, the reward model's last; None: all 1", check=check_reward_weights)  # fmt: skip
     reward_model_name_or_path: str | None = setting(
         None, "exported directory or checkpoint of a RewardModel, whose score is an additional reward; with another "
-        "tokenizer, the texts are tokenized again", check=check_folder)  # fmt: skip
+        "tokenizer, the texts are tokenized again")  # fmt: skip
     ref_model_name_or_path: str | None = setting(
         None, "the reference; None: the policy at its start (under LoRA: the adapters switched off)",
-        check=check_folder, idle=without_reference)  # fmt: skip
+        idle=without_reference)  # fmt: skip
     sync_ref_model: bool = setting(
         False, "update the reference towards the policy (TR-DPO, arXiv:2404.09656)", idle=without_reference
     )

@@ -55,8 +55,8 @@ class RLHFPPO(PolicyWithReference):
         0.05, "β, weight of the KL to the reference, in units of score per nat. At 0 a reference is loaded, and the KL "
         "measured, only with ``ref_model_name_or_path``", least=0, argument="beta")  # fmt: skip
     target_kl: float | None = setting(
-        None, "target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant",
-        above=0)  # fmt: skip
+        None, "target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant", above=0,
+        idle=lambda m: m.initial_beta == 0 and "with beta=0, which stays 0; set that above 0")  # fmt: skip
     kl_gain: float = setting(
         0.1, "gain of the controller; the largest relative change of β per generation is a fifth of it", least=0,
         below=5, idle=lambda m: m.target_kl is None and "without target_kl; set that")  # fmt: skip
@@ -100,17 +100,8 @@ class RLHFPPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_kl is not None and self.initial_beta == 0:
-            raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
-
-    def _setup(self, stage: str) -> None:
-        super()._setup(stage)
-        functions = getattr(self.trainer.datamodule, "rewards", ())  # type: ignore[attr-defined]
-        if stage == "fit" and self.hparams["reward_model_name_or_path"] is None and not len(functions):
-            raise UsageError("reward_model_name_or_path=null and no data.reward_funcs leave completions without a "
-                             "reward; give one of them")  # fmt: skip
 
     # ---------------------------------------------------------------- models
 

@@ -94,7 +94,6 @@ def test_held_out_rows_of_a_stream_are_its_split():
         ({"path": "a.jsonl", "dataset_split": "train[:50%]"}, r"dataset_split='train\[:50%\]' is read with a dataset, "
                                                               "and the records come from path='a.jsonl'"),
         ({"task": "addition", "eval_split": "validation"}, "eval_split='validation' is read with a dataset, .* task="),
-        ({"dataset": "d", "eval_path": "e.jsonl", "eval_split": "validation"}, "both name the held-out records"),
         ({"path": "a.jsonl", "chat_template": "my.jinja"}, "chat_template='my.jinja' must be true or false"),
     ],
 )  # fmt: skip

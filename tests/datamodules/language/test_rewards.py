@@ -609,8 +609,6 @@ def test_a_function_that_hangs_on_a_sample_hangs_twice(workers, capsys):
     assert scores[:, 0].isnan().tolist() == [False, False, True, False]
     assert time.perf_counter() - started < 3
     assert "took longer than 0.3 s on 1 of 4 completions, such as 'slow'" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="positive"):
-        RewardFunctions([hangs], time_limit_s=0)
 
 
 def test_workers_run_side_by_side_and_keep_a_prompts_completions_together():
@@ -628,8 +626,6 @@ def test_workers_run_side_by_side_and_keep_a_prompts_completions_together():
     for one in parts:
         for other in parts:
             assert one is other or not set(one) & set(other)
-    with pytest.raises(UsageError, match="reward_workers=0"):
-        RewardFunctions([meets], workers=0)
 
 
 def test_several_functions_run_side_by_side():

@@ -632,10 +632,10 @@ def test_weights_must_be_as_many_as_rewards():
 
 @pytest.mark.parametrize("algorithm", [GRPO, RLHFPPO])
 @pytest.mark.parametrize(("weights", "sentence"), [
-    ([1.0, math.nan], "must be finite numbers, one per reward"),
-    ([math.inf], "must be finite numbers, one per reward"),
+    ([1.0, math.nan], "must be a list of finite numbers, one per reward"),
+    ([math.inf], "must be a list of finite numbers, one per reward"),
     (["1"], "reward_weights='1' must be a number"),
-    (2.0, r"reward_weights=2\.0 must be a list of numbers"),
+    (2.0, r"reward_weights=2\.0 must be a list of finite numbers"),
 ])  # fmt: skip
 def test_weights_are_finite_numbers(algorithm, weights, sentence):
     with pytest.raises(UsageError, match=sentence):

@@ -152,7 +152,7 @@ def peft() -> Any:
     (lambda: SFT(model_name_or_path=peft()), r"model_name_or_path is a PeftModel.*lora=\{"),
     (lambda: SFT(model_name_or_path=causal(), tokenizer_name_or_path=len), "tokenizer_name_or_path is a builtin"),
     (lambda: GRPO(causal(), beta=0.1, ref_model_name_or_path=causal()),
-     "ref_model_name_or_path is a Qwen2ForCausalLM; it takes a directory or hub name.*save_pretrained"),
+     "ref_model_name_or_path is a Qwen2ForCausalLM; it takes numbers, texts"),
     (lambda: SFT(max_completion_length=causal()), "max_completion_length is a Qwen2ForCausalLM; it takes numbers"),
     (lambda: SFT(causal(), 4), "SFT takes 1 argument without its name, not 2; name them"),
     (lambda: GRPO(reward_model_name_or_path=nn.Linear(2, 2)), "reward_model_name_or_path is a Linear"),

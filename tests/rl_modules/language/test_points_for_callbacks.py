@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from rl_modules import DPO, GRPO, RLOO, SFT
+from rl_modules import DPO, GRPO, RLHFPPO, RLOO, SFT
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import fit
@@ -85,6 +85,21 @@ def test_what_another_loss_reads_is_named(arguments, sentence):
     data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0)
     with pytest.warns(UserWarning, match=sentence):
         fit(GRPO(model_config=TINY, max_completion_length=4, **arguments), data, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "reason"),
+    [
+        (lambda: DPO(model_config=TINY, loss_type="ipo", label_smoothing=0.1), "label_smoothing", "with this"),
+        (lambda: DPO(model_config=TINY, loss_type=["ipo", "robust"], label_smoothing=0.1), "label_smoothing", None),
+        (lambda: RLHFPPO(model_config=TINY, target_kl=1.0, beta=0.0), "target_kl", "with beta=0, which stays 0"),
+        (lambda: RLHFPPO(model_config=TINY, target_kl=1.0), "target_kl", None),
+        (lambda: PromptDataModule(dataset="d", eval_path="e", eval_split="dev"), "eval_split", "beside eval_path"),
+    ],
+)  # fmt: skip
+def test_what_another_argument_leaves_unread_is_idle(made, name, reason):
+    found = made().idle_arguments().get(name)
+    assert found is None if reason is None else found.startswith(reason)
 
 
 @pytest.mark.parametrize(
