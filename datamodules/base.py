@@ -38,7 +38,6 @@ class ControlDataModule(Experience):
     kind = "rollouts"
     #: Settings that the algorithm determines if they are not given, see :meth:`resolve`.
     filled_in: tuple[str, ...] = ()
-    called_elsewhere = "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer"
 
     env_id: Any = setting(
         "CartPole-v1", "a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "

@@ -84,13 +84,6 @@ class ControlModule(Algorithm):
     ``training_step``.
     """
 
-    #: Advice in the error for arguments that belong to the datamodule or the Trainer.
-    called_elsewhere = (
-        "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), devices and "
-        "loggers to the Trainer"
-    )
-    #: Hyperparameters that decide which fields :meth:`prepare` returns.
-    prepares_by: tuple[str, ...] = ()
     #: Gymnasium action spaces that the algorithm can act in.
     supported_action_spaces: tuple[type[spaces.Space], ...] = (
         spaces.Discrete,
@@ -341,7 +334,8 @@ class ControlModule(Algorithm):
             generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
             self.run.predict_generator = generator
         with evaluation_mode(self.modules()):
-            memory = self.memory_arguments(n, state, episode_start)
+            remember: Any = getattr(self, "memory_arguments", None)  # of a recurrent policy
+            memory = {} if remember is None else remember(n, state, episode_start)
             acted = self.act(tensors, generator=generator, deterministic=deterministic, **memory)
         if "next_state" in acted:
             state = acted["next_state"].cpu().numpy()
@@ -360,10 +354,6 @@ class ControlModule(Algorithm):
             yield
         finally:
             self.run.predict_generator = kept
-
-    def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
-        """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
-        return {}
 
     # ---------------------------------------------------------------- curves
 

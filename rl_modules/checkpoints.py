@@ -200,4 +200,5 @@ def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int
 
 def preparation(learner: Any) -> dict[str, Any]:
     """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
-    return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}
+    declared = getattr(learner, "declared_settings", {})
+    return {name: learner.hparams.get(name) for name, setting in declared.items() if setting.shapes_batch}

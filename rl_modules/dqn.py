@@ -39,7 +39,6 @@ class DQN(ControlModule):
 
     supported_action_spaces = (spaces.Discrete,)
     experience = REPLAY
-    prepares_by = ("double",)
     target_network: QNetwork
 
     gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
@@ -52,7 +51,7 @@ class DQN(ControlModule):
     exploration_final_eps: float = setting(0.05, "final ε", least=0, most=1)
     double: bool = setting(  # type: ignore[assignment]
         False, "select the next action with the network, evaluate it with the target network",
-        attribute="uses_double")  # fmt: skip
+        attribute="uses_double", shapes_batch=True)  # fmt: skip
     dueling: bool = setting(False, "V(s) and advantages in separate streams", attribute="", idle=beside_network)
     loss: str = setting("huber", "huber (its gradient bounded by 1) or mse", one_of=("huber", "mse"))
     max_grad_norm: float | None = setting(

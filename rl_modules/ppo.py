@@ -42,7 +42,6 @@ class PPO(ActorCriticModule):
     """
 
     experience = MINIBATCHES
-    prepares_by = ("policy_objective",)
 
     clip_range: Any = setting(
         0.2, "ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``", kind=float | str,
@@ -54,7 +53,7 @@ class PPO(ActorCriticModule):
     target_kl: Any = setting(
         None, "in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never. "
         "``penalty``: target of the KL in every rollout; None: 0.01", kind=float | None, above=0)  # fmt: skip
-    policy_objective: str = setting("clip", "``clip`` or ``penalty``", one_of=("clip", "penalty"))
+    policy_objective: str = setting("clip", "``clip`` or ``penalty``", one_of=("clip", "penalty"), shapes_batch=True)
     kl_coef: float = setting(
         1.0, "initial β, in units of advantage per nat; for ``penalty`` only", above=0,
         idle=lambda m: not m.penalizes and "with policy_objective=clip; set that to penalty")  # fmt: skip

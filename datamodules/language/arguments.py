@@ -58,7 +58,6 @@ class LanguageArguments(Experience):
 
     #: Columns that training records must have, and held-out ones.
     required: tuple[str, ...] = ("prompt",)
-    called_elsewhere = "the model and its learning rate belong to the module, steps and devices to lightning.Trainer"
     eval_required: tuple[str, ...] = ("prompt",)
     #: Columns of files and datasets that are read as text; reward functions get the others as they are.
     texts: tuple[str, ...] = ()

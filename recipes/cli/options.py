@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import INSTEAD, MEANT, difference, taken_by
+from rl_modules.core.settings import set_by
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -72,8 +73,8 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     group, rest = (group, rest.removeprefix("init_args.")) if rest and group in GROUPS else ("", name)
     cls: Any = (chosen or {}).get(group)
     foreign = rest.replace("-", "_")
-    if rest in getattr(cls, "fixed_settings", {}):
-        return f"unknown option '{name}': {cls.__name__} sets {rest} itself; {cls.fixed_settings[rest]}"
+    if cls is not None and (instead := set_by(cls, rest)):
+        return f"unknown option '{name}': {cls.__name__} sets {rest} itself; {instead}"
     if foreign in INSTEAD:
         return f"unknown option '{name}'; {INSTEAD[foreign]}"
     places = [MEANT[foreign]] if foreign in MEANT and _exists(MEANT[foreign], chosen) else []

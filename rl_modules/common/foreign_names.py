@@ -85,6 +85,15 @@ INSTEAD = {
     "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "
                           "tokenizer_name_or_path names, or in Python set chat_template of the tokenizer given there",
 }  # fmt: skip
+#: Where the arguments of others than a class's go, by the name of its base.
+ELSEWHERE = {
+    "ControlModule": "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), "
+                     "devices and loggers to the Trainer",
+    "LanguageModule": "reward functions, prompts and generations belong to the datamodule, such as PromptDataModule; "
+                      "the model is named by model_name_or_path",
+    "ControlDataModule": "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer",
+    "LanguageArguments": "the model and its learning rate belong to the module, steps and devices to lightning.Trainer",
+}  # fmt: skip
 #: Where a group's options go in Python.
 _OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
 
@@ -108,7 +117,7 @@ def difference(name: str) -> str:
 
 def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> None:
     """Refuses arguments that a class does not take."""
-    hint: str = getattr(cls, "called_elsewhere", "")
+    hint = next((ELSEWHERE[base.__name__] for base in cls.__mro__ if base.__name__ in ELSEWHERE), "")
     if args and isinstance(args[0], str) and args[0].endswith("Policy"):
         raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "
                          f"datamodule: {three_lines(cls)}")  # fmt: skip

@@ -20,6 +20,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
 #: Framed hooks after which ``_after_<hook>`` runs. It writes the points of the curves with what the hook has recorded.
 AFTER = ("on_train_batch_end", "on_train_epoch_end")
+#: Objects, by their ids, and parts of hooks that are running.
+_RUNNING: set[tuple[int, str]] = set()
 
 
 class OfRun(L.Callback):
@@ -67,17 +69,16 @@ def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..
 
     @functools.wraps(hook)
     def frame(self: Any, *args: Any, **kwargs: Any) -> None:
-        running = self.__dict__.setdefault("_hooks_running", set())
-        if part in running:
+        if (key := (id(self), part)) in _RUNNING:
             hook(self, *args, **kwargs)
             return
-        running.add(part)
+        _RUNNING.add(key)
         try:
             if is_first:
                 getattr(self, part)(*args, **kwargs)
             hook(self, *args, **kwargs)
         finally:
-            running.remove(part)
+            _RUNNING.remove(key)
         if not is_first:
             getattr(self, part)()
 

@@ -54,6 +54,7 @@ class Setting:
         computed: the property that the attribute is, or a function from the module to its value.
         stored: whether it is a hyperparameter; callables are code, which a checkpoint must not hold.
         positional: whether it may be given by its position.
+        shapes_batch: whether it decides which fields the module's ``prepare`` returns.
         kind: its type; by default the annotation.
     """
 
@@ -75,6 +76,7 @@ class Setting:
     computed: property | Callable[[Any], Any] | None = None
     stored: bool = True
     positional: bool = False
+    shapes_batch: bool = False
     kind: Any = None
     kinds: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -199,8 +201,6 @@ class Declared:
 
     #: The arguments that the class takes, by name; those of the most derived class come first.
     declared_settings: ClassVar[Mapping[str, Setting]] = {}
-    #: The arguments that the class sets itself, with what a caller who gives one may do.
-    fixed_settings: ClassVar[Mapping[str, str]] = {}
     #: Schedules of the arguments that are declared so.
     schedules: dict[str, Schedule]
     _given: "Given"
@@ -301,13 +301,21 @@ def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:
     """Refuses arguments that a class sets itself, and those that it does not take."""
     unknown = given.keys() - inspect.signature(cls.__init__).parameters
     for name in unknown:
-        if name in cls.fixed_settings:
-            raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; "
-                             f"{cls.fixed_settings[name]}")  # fmt: skip
+        if instead := set_by(cls, name):
+            raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; {instead}")
     if unknown - cls.declared_settings.keys() or (args and isinstance(args[0], str) and args[0].endswith("Policy")):
         from rl_modules.common.foreign_names import refuse_foreign_call
 
         refuse_foreign_call(cls, args, given)
+
+
+def set_by(cls: type, name: str) -> str:
+    """Returns what a caller may do who gives an argument that the class sets itself; "" for any other name."""
+    for base in cls.__mro__:
+        theirs, fixed_here, _ = vars(base).get("_own_settings", ({}, {}, ()))
+        if name in theirs or fixed_here.get(name):
+            return str(fixed_here.get(name, ""))
+    return ""
 
 
 def takes_own_arguments(cls: type) -> bool:
@@ -320,9 +328,9 @@ def _declare(cls: Any) -> None:
     """Sets ``declared_settings`` from the class's body and its bases."""
     inherited: dict[str, Setting] = {}
     for base in reversed(cls.__mro__[1:]):
-        theirs, names_fixed, _ = vars(base).get("_own_settings", ({}, (), ()))
+        theirs, fixed_there, _ = vars(base).get("_own_settings", ({}, {}, ()))
         inherited.update(theirs)
-        for name in names_fixed:
+        for name in fixed_there:
             inherited.pop(name, None)
     try:
         annotations = inspect.get_annotations(cls, eval_str=True)
@@ -330,7 +338,7 @@ def _declare(cls: Any) -> None:
         from rl_modules.core.constructors import known_annotations
 
         annotations = known_annotations(cls)
-    declared, names_fixed, introduced, instead = {}, [], [], dict(cls.fixed_settings)
+    declared, fixed_here, introduced = {}, {}, []
     for name, value in list(vars(cls).items()):
         if isinstance(value, Setting):
             delattr(cls, name)
@@ -339,14 +347,11 @@ def _declare(cls: Any) -> None:
                 name, value = value.argument, replace(value, attribute=name)
             declared[name] = value
             introduced.append(name)
-            instead.pop(name, None)
             if value.computed is not None:
                 setattr(cls, name, value.computed if isinstance(value.computed, property) else property(value.computed))
         elif isinstance(value, _Fixed):
-            names_fixed.append(name)
+            fixed_here[name] = value.instead
             delattr(cls, name)
-            if value.instead:
-                instead[name] = value.instead
             if value.value is not ...:
                 setattr(cls, inherited[name].attribute or name, value.value)
         elif isinstance(value, _Changed):
@@ -358,10 +363,9 @@ def _declare(cls: Any) -> None:
             other = replace(inherited[name], default=value)
             declared[name] = other.of_kind(annotations[name]) if name in annotations else other
             delattr(cls, name)
-    #: What this class declares, fixes, and introduces.
-    cls._own_settings = declared, tuple(names_fixed), tuple(introduced)
-    cls.fixed_settings = instead
-    found = {name: x for name, x in {**inherited, **declared}.items() if name not in names_fixed}
+    #: What this class declares, what it fixes with what a caller may do instead, and what it introduces.
+    cls._own_settings = declared, fixed_here, tuple(introduced)
+    found = {name: x for name, x in {**inherited, **declared}.items() if name not in fixed_here}
     # An argument's place is where it is declared, not where its default changes.
     order = {name: None for base in cls.__mro__ for name in vars(base).get("_own_settings", ((), (), ()))[2]}
     cls.declared_settings = {name: found[name] for name in order if name in found}

@@ -66,10 +66,6 @@ class LanguageModule(LanguageMetrics):
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
     head = "causal"
-    called_elsewhere = (
-        "reward functions, prompts and generations belong to the datamodule, such as PromptDataModule; the model is "
-        "named by model_name_or_path"
-    )
     #: Whether the balance loss of a mixture of experts is added to the algorithm's loss.
     balances_experts = False
     #: Off in reinforcement learning, because dropout would make the policy's ratio to itself differ from 1.
