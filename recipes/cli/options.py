@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import INSTEAD, MEANT, difference, taken_by
-from rl_modules.core.settings import set_by
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -66,6 +65,7 @@ def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     """Returns the sentence for an option that does not exist, with the one that is probably meant."""
     import rl_modules
+    from rl_modules.core.settings import set_by  # loads Lightning, which most commands don't
 
     if name in rl_modules.__all__ or name.endswith(".yaml"):
         return f"{name!r} is not an option; give it as --{'config' if name.endswith('.yaml') else 'model'} {name}"
