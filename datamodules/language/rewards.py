@@ -265,8 +265,6 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
                              "{length_reward: {target: 20}}")  # fmt: skip
         ((name, settings),) = spec.items()
         factory = FACTORIES.get(name) or _imported(name, [*FUNCTIONS, *FACTORIES])
-        if not callable(factory):
-            raise UsageError(f"reward function {name!r} is a {type(factory).__name__}, so it takes no settings")
         require_settings(factory, settings, f"reward function {name!r}")
         return _adapted(factory(**settings), name)
     own = {} if task is None else {func.__name__: func for func in [*task.reward_funcs, task.utilities]}
@@ -289,7 +287,7 @@ def _imported(path: str, known: list[str]) -> Any:
     if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
         raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
                          "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
-    return load_object(path, "reward function", known)
+    return load_object(path, "reward function", known, "a function")
 
 
 def _adapted(func: Any, spec: str) -> RewardFunction:

@@ -10,14 +10,19 @@ from typing import Any
 from rl_modules.common.errors import UsageError, did_you_mean
 
 
-def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
-    """Imports the object named by ``package.module:name`` or ``package.module.name``."""
+def load_object(path: str, what: str, known: Iterable[str] = (), kind: str = "") -> Any:
+    """Imports the object named by ``package.module:name`` or ``package.module.name``, a callable if its ``kind`` is
+    named, as in "a function".
+    """
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not attribute or attribute == "py":
         known = list(known)
         raise UsageError(f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {', '.join(known)}, or "
                          "give an import path 'package.module:name'")  # fmt: skip
-    return member_of(import_user_module(module, f"{what} {path!r}"), attribute, f"{what} {path!r}")
+    found = member_of(import_user_module(module, f"{what} {path!r}"), attribute, f"{what} {path!r}")
+    if kind and not callable(found):
+        raise UsageError(f"{what} {path!r} is a {type(found).__name__}, where {kind} should be")
+    return found
 
 
 def import_user_module(module: str, what: str) -> ModuleType:

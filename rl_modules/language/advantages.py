@@ -4,6 +4,7 @@ Rewards are those of all ranks, one row per prompt. A NaN marks a completion wit
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def load_advantages(name: str, at_use: bool = False) -> GroupScores:
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    return (lambda rewards: _imported(name)(rewards)) if at_use else _imported(name)
+    imported = partial(load_object, name, "advantages", ADVANTAGES, "a function from rewards [P, G] to advantages")
+    return (lambda rewards: imported()(rewards)) if at_use else imported()
 
 
 def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
@@ -100,11 +102,3 @@ def turn_advantages(module: Any, rollout: dict[str, Any]) -> Tensor:
         own = slice(module.global_rank * len(left), (module.global_rank + 1) * len(left))
         columns.insert(0, require_advantages(module.advantages(everyone, rollout["num_generations"]), everyone, 1)[own])
     return torch.stack(columns, 1).gather(1, turn)
-
-
-def _imported(name: str) -> GroupScores:
-    function = load_object(name, "advantages", ADVANTAGES)
-    if not callable(function):
-        raise UsageError(f"advantages={name!r} is a {type(function).__name__}; name a function from rewards [P, G] to "
-                         "advantages [P, G]")  # fmt: skip
-    return function

@@ -45,7 +45,7 @@ def build_judges(policy: Any, config: Any) -> None:
         policy.reference = frozen(copy.deepcopy(policy.model))
     elif policy.wants_reference and not next(policy.model.parameters()).is_meta:
         check_switched_off(policy.model, hp.lora)
-    if hp.get("sync_ref_model"):
+    if hp.get("sync_ref_model") and policy.reference is not None:
         shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (policy.model, policy.reference)]
         if shapes[0] != shapes[1]:
             raise UsageError(f"sync_ref_model=true mixes weights, but ref_model_name_or_path="

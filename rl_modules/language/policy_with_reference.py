@@ -34,7 +34,7 @@ def check_reward_weights(name: str, weights: Any) -> Any:
 
 def without_reference(module: Any) -> str | None:
     """The reason why settings of the reference are idle."""
-    return None if module.wants_reference else "where no reference is read; set beta above 0"
+    return None if module.wants_reference else "where no reference is read, as with beta=0 or reference_free=true"
 
 
 def without_sync(module: Any) -> str | None:

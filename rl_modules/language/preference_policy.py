@@ -42,11 +42,6 @@ class PreferencePolicy(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        path = self.hparams["ref_model_name_or_path"]
-        if self.reference_free and path is not None:
-            raise UsageError(f"ref_model_name_or_path={path!r} is not read with reference_free=true; give one of them")
-        if self.reference_free and self.sync_ref_model:
-            raise UsageError("sync_ref_model=true does nothing without a reference; set one of it and reference_free")
         self._table_keys: dict[str, str] = {}
 
     @property

@@ -46,9 +46,7 @@ def make_task(name: Any, seed: int = 0, **settings: Any) -> Task:
         from datamodules.language.tasks.reasoning import ReasoningGym
 
         return ReasoningGym(seed, name.removeprefix(REASONING_GYM), **settings)
-    factory = load_object(TASKS.get(name, name), "task", [*TASKS, f"{REASONING_GYM}<dataset>"])
-    if not callable(factory):
-        raise UsageError(f"task={name!r} is a {type(factory).__name__}, where a Task class should be")
+    factory = load_object(TASKS.get(name, name), "task", [*TASKS, f"{REASONING_GYM}<dataset>"], "a Task class")
     require_settings(factory, {"seed": seed, **settings}, f"task {name!r}")
     try:
         task = factory(seed=seed, **settings)

@@ -454,13 +454,11 @@ def test_orpo_is_the_likelihood_and_the_odds_ratio():
     ({"loss_type": "simpo", "ref_model_name_or_path": "x"}, "simpo has no reference policy"),
     ({"loss_type": ["cpo", "hinge"]}, "cpo has no reference policy; give it no other loss"),
     ({"ld_alpha": 1.5}, "ld_alpha=1.5 must lie in"),
-    ({"reference_free": True, "sync_ref_model": True}, "sync_ref_model=true does nothing without a reference"),
     ({"sync_ref_model": True, "lora": {"r": 2}}, "can't move the reference under lora"),
     ({"beta": 0.0}, "beta=0.0 must be a finite number above 0"),
     ({"loss_type": "logistic"}, "loss_type='logistic' must be one of sigmoid, robust, hinge, ipo"),
     ({"label_smoothing": 0.5}, "label_smoothing=0.5 must lie in"),
     ({"rpo_alpha": 0.0}, "rpo_alpha=0.0 must be a finite number above 0"),
-    ({"reference_free": True, "ref_model_name_or_path": "x"}, "ref_model_name_or_path='x' is not read"),
     ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
 ])  # fmt: skip
 def test_refuses_arguments_by_name(arguments, message):

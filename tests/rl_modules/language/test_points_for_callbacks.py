@@ -92,6 +92,7 @@ def test_what_another_loss_reads_is_named(arguments, sentence):
     [
         (lambda: DPO(model_config=TINY, loss_type="ipo", label_smoothing=0.1), "label_smoothing", "with this"),
         (lambda: DPO(model_config=TINY, loss_type=["ipo", "robust"], label_smoothing=0.1), "label_smoothing", None),
+        (lambda: DPO(model_config=TINY, reference_free=True, sync_ref_model=True), "sync_ref_model", "where no ref"),
         (lambda: RLHFPPO(model_config=TINY, target_kl=1.0, beta=0.0), "target_kl", "with beta=0, which stays 0"),
         (lambda: RLHFPPO(model_config=TINY, target_kl=1.0), "target_kl", None),
         (lambda: PromptDataModule(dataset="d", eval_path="e", eval_split="dev"), "eval_split", "beside eval_path"),

@@ -212,6 +212,13 @@ def test_a_learning_rate_beside_an_optimizer_is_said_to_have_no_effect(recwarn: 
     assert not [w for w in recwarn if "learning_rate" in str(w.message)]
 
 
+def test_a_checkpoint_of_an_idle_reference_loads(tmp_path: Path) -> None:
+    fit(grpo(sync_ref_model=True, beta=0.0), addition(), max_steps=1).save_checkpoint(tmp_path / "run.ckpt")
+    module = GRPO.load_from_checkpoint(tmp_path / "run.ckpt")
+    module.configure_model()
+    assert module.reference is None and module.sync_ref_model
+
+
 def test_unlogged_sums_of_a_checkpoint_follow_the_module_to_its_device() -> None:
     """The meta device stands for a GPU: an operation between it and the CPU raises there too."""
     module = grpo()
