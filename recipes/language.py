@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_modules
-from recipes.cli import runs
+from recipes import saved_runs
 from recipes.cli.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
@@ -39,7 +39,7 @@ def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
-    checkpoint = runs.read(Path(ckpt_path))
+    checkpoint = saved_runs.read(Path(ckpt_path))
     algorithm = checkpoint.get("algorithm")
     if algorithm is None or "observation_space" in settings_of(checkpoint):
         raise UsageError(f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "

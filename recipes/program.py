@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from recipes.cli.terminal import one_sentence
+
 
 def run_program(program: Callable[[], Any], default_config: str) -> None:
     """Runs a program; with words on the command line, runs ``rl`` with them instead.
@@ -23,16 +25,8 @@ def run_program(program: Callable[[], Any], default_config: str) -> None:
 
         main(default_config=default_config)
         return
-    from recipes.signals import Stopped
     from recipes.trainer import Trainer
-    from rl_modules.common.errors import UsageError
 
     Trainer.raises_when_stopped = True
-    try:
+    with one_sentence():
         program()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        raise SystemExit(128 + stopped.signum) from None

@@ -42,7 +42,7 @@ def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]
         if "initial_lr" in changed:
             changed["lr"] = changed.pop("initial_lr")
         for name, values in changed.items():
-            # `runs.changes` has printed the module's own arguments.
+            # `saved_runs.announce` has printed the module's own arguments.
             if trainer.lightning_module.hparams.get({"lr": "learning_rate"}.get(name, name)) is None:
                 _print_change(f"optimizer.{name}", *values)
     for config, old, new in zip(trainer.lr_scheduler_configs, saved["lr_schedulers"], now["lr_schedulers"],

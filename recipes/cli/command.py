@@ -1,9 +1,7 @@
-"""Dispatches the words after ``rl`` to a command, and turns errors and signals into a sentence and an exit code."""
+"""Dispatches the words after ``rl`` to a command."""
 
-import errno
 import json
 import shlex
-import signal
 import sys
 from typing import Any
 
@@ -11,15 +9,7 @@ from recipes import configs
 from recipes.cli import information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in
-from recipes.cli.terminal import (
-    add_working_directory,
-    is_first_rank,
-    is_of_a_library,
-    is_of_users_code,
-    quiet,
-    show,
-    wait_for,
-)
+from recipes.cli.terminal import add_working_directory, is_first_rank, one_sentence, quiet, show, wait_for
 from recipes.signals import Stopped, end_with_starter
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
@@ -30,42 +20,11 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
     args = sys.argv[1:] if args is None else args
     end_with_starter()
     defer_imports()
-    try:
+    with one_sentence(lambda stopped: _resume_command(args, default_config, stopped)):
         try:
             _dispatch(args, default_config)
         finally:
             wait_for("")
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except Stopped as stopped:
-        if is_first_rank():
-            print(f"{stopped}; resume with\n  {_resume_command(args, default_config, stopped)}", file=sys.stderr)
-        raise SystemExit(128 + stopped.signum) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except SystemExit as exit_:
-        # Without a checkpoint, Lightning exits with 1 after Ctrl-C, like after an error, and with 0 after SIGTERM, like
-        # after a success.
-        if isinstance(exit_.__context__, KeyboardInterrupt):
-            raise SystemExit(130) from None
-        lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")  # help does without the library
-        if lightning is not None and isinstance(exit_, lightning.SIGTERMException):
-            print(f"stopped by SIGTERM{', without a checkpoint' if args[0] == 'fit' else ''}", file=sys.stderr)
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not is_full and is_of_users_code(error):
-            raise
-        remedy = "; the checkpoints written so far are whole: free some space, then add --resume" if is_full else ""
-        print(f"error: {error}{remedy}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except Exception as error:
-        if not is_of_a_library(error):
-            raise
-        print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
-        raise SystemExit(1) from error
 
 
 def _resume_command(args: list[str], default_config: str | None, stopped: Stopped) -> str:

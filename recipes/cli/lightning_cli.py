@@ -2,40 +2,37 @@
 
 import os
 import re
-import sys
 import tempfile
-import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from jsonargparse.typing import PositiveInt, register_type
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.base import ControlDataModule
-from recipes import language, summary
+from recipes import language, saved_runs
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import ConfigRecord
 from recipes.callbacks.episode_monitor import CompletionWriter, EpisodeWriter
-from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
 from recipes.cli.terminal import is_of_users_code, wait_for
-from recipes.run import Run, bar_of, begin, continue_folder, held, remove_unused, require_own_folder, show_lines
+from recipes.run import Run, continue_folder, held, require_own_folder
 from recipes.signals import Stopped, end_at_sigterm
+from recipes.trainer import Trainer
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.seams import check_pairing
-from rl_modules.ranks import launches
 
 # A default of StochasticWeightAveraging's; the recorded config holds its name.
 register_type(torch.device)
@@ -66,6 +63,9 @@ class RLParser(LightningArgumentParser):
 class RLCLI(LightningCLI):
     """One subcommand of ``rl``."""
 
+    #: Whether ``fit`` evaluates the final policy and prints a summary.
+    summarizes = True
+
     def __init__(self, command: str, args: list[str]) -> None:
         # Lightning's subcommands are methods of the Trainer; `record` takes the arguments of `predict`.
         self.records = command == "record"
@@ -76,13 +76,10 @@ class RLCLI(LightningCLI):
         args = prepared(args, command, self.chosen.values(), Path(self._folder.name))
         language.hide_transformers_bars()
         wait_for("reading the settings")
-        self.started_s = time.monotonic()
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: Run | None = None
-        #: The folder that this process made for a new run.
-        self.made: list[Path] = []
-        #: Holds the run's folder while this process trains in it.
+        #: Holds the resumed run's folder while this process trains in it.
         self._lock = ExitStack()
         try:
             super().__init__(
@@ -173,22 +170,14 @@ class RLCLI(LightningCLI):
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
         wait_for("")
-        if self.checkpoint is not None and self.trainer.is_global_zero:
-            path = self.config[self.command]["ckpt_path"]
-            runs.announce(self.checkpoint, path, self.model, self.datamodule)
+        trainer = self.trainer
+        if self.checkpoint is not None and trainer.is_global_zero:
+            saved_runs.announce(self.checkpoint, self.config[self.command]["ckpt_path"], self.model, self.datamodule)
         if self.resumed is not None:
-            continue_folder(self.resumed, self.checkpoint, self.trainer)
+            continue_folder(self.resumed, self.checkpoint, trainer)
         else:
-            require_own_folder(self.trainer, self._get(self.config, "ckpt_path"))
-        name = runs.configured_name(self.config[self.command])
-        self.made, folder = begin(self.trainer, name, self.resumed)
-        if self.resumed is None and folder is not None:
-            self._hold(folder)
+            require_own_folder(trainer, self._get(self.config, "ckpt_path"))
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
-        # The bar ends the spinner. A forked rank would have a copy that no thread draws.
-        bars: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        shows = any(isinstance(callback, TransitionProgressBar) for callback in bars) and not launches(self.trainer)
-        wait_for("preparing the first step" if shows else "")
 
     def instantiate_classes(self) -> None:
         wait_for("making the environments or records, and the model")
@@ -238,11 +227,12 @@ class RLCLI(LightningCLI):
         if (config.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
             raise UsageError(f"trainer.num_nodes={config['num_nodes']} would wait for other machines, which nothing "
                              "has started; start the command on each by torchrun or SLURM")  # fmt: skip
-        shows = config.get("enable_progress_bar")
-        if self.command == "fit":
-            callbacks += self._callbacks_of_fit(config)
-        else:  # the result is printed or written to a file
-            config["logger"], config["enable_progress_bar"] = False, bool(shows)
+        if self.command != "fit":  # the result is printed or written to a file
+            config["logger"], config["enable_progress_bar"] = False, bool(config.get("enable_progress_bar"))
+        elif every := self._get(self.config, "record_every"):
+            if not self._controls:
+                raise UsageError("record_every films episodes of an environment; leave it out for a language model")
+            callbacks.append(EpisodeRecorder(every))
         if self.records and not self._controls:
             raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
                              "`rl predict` writes its completions to a file")  # fmt: skip
@@ -252,30 +242,15 @@ class RLCLI(LightningCLI):
                              CompletionWriter(output or "completions.csv"))  # fmt: skip
             if not self._controls:  # each rank has other records, and one process writes
                 config["devices"] = 1
-        if writes_nothing := config.get("enable_checkpointing") is False:
-            # Lightning then refuses any checkpoint callback, but the project's callback has other tasks too.
-            config["enable_checkpointing"] = None
-        trainer = super()._instantiate_trainer(config, callbacks)
-        if writes_nothing and (checkpoints := Checkpoints.of(trainer)) is not None:
-            checkpoints.writes = False
-        if self.command != "fit":  # `Checkpoints` does so in a run
-            end_at_sigterm(trainer)
-        if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
-            show_lines(trainer, self.datamodule)
+        if self.command != "fit":
+            evaluates = super()._instantiate_trainer(config, callbacks)
+            end_at_sigterm(evaluates)  # `Checkpoints` does so in a run
+            return evaluates
+        self.trainer_class = partial(Trainer, None, self.summarizes)
+        trainer: Any = super()._instantiate_trainer(config, callbacks)
+        trainer.raises_when_stopped, trainer.resumed = True, self.resumed
+        trainer.run_name = runs.configured_name(self.config[self.command])
         return trainer
-
-    def _callbacks_of_fit(self, config: dict[str, Any]) -> list[L.Callback]:
-        """Sets the progress bar of ``fit``; returns the callbacks to add: Lightning calls each ten times a batch."""
-        callbacks: list[L.Callback] = []
-        if every := self._get(self.config, "record_every"):
-            if not self._controls:
-                raise UsageError("record_every films episodes of an environment; leave it out for a language model")
-            callbacks.append(EpisodeRecorder(every))
-        given = config.get("callbacks") or []
-        has_bar = any(isinstance(callback, ProgressBar) for callback in (given if isinstance(given, list) else [given]))
-        shows = config.get("enable_progress_bar") is not False and (sys.stderr.isatty() or has_bar)
-        config["enable_progress_bar"] = shows
-        return [*callbacks, bar_of(self.datamodule)] if shows and not has_bar else callbacks
 
     @property
     def _controls(self) -> bool:
@@ -301,11 +276,6 @@ class RLCLI(LightningCLI):
         except Stopped as stopped:
             stopped.is_found_again = runs.is_found_again(self.config[self.command])
             raise
-        except Exception:
-            run = getattr(self.model, "run", None)
-            if run is not None and not run.has_begun:
-                remove_unused(self.made)
-            raise
 
     def _record(self) -> None:
         """Films episodes of a checkpoint's policy."""
@@ -327,13 +297,6 @@ class RLCLI(LightningCLI):
                 raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
                                  f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
                                  "has it)")  # fmt: skip
-
-    def after_fit(self) -> None:
-        """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
-        wait_for("")
-        seconds = time.monotonic() - self.started_s
-        if summary.finish(self.trainer, self.model, self.datamodule, seconds):
-            raise SystemExit(130)
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:

@@ -14,9 +14,9 @@ import lightning as L
 import torch
 import yaml
 
+from recipes import saved_runs
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.stops import plain_batch
-from recipes.cli import runs
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError, visible
 from rl_modules.core.hooks import is_cut_off
@@ -68,7 +68,7 @@ def checkpoints_of(run: Path) -> list[Saved]:
     for path in sorted((run / "checkpoints").glob("*.ckpt")):
         if path.name in ("best.ckpt", "next.ckpt"):
             continue
-        content = runs.read(path)
+        content = saved_runs.read(path)
         saved = Saved(path, content["global_step"], position_in(content["loops"]))
         found[saved.position] = saved
     return sorted(found.values(), key=lambda saved: saved.position)
@@ -76,6 +76,8 @@ def checkpoints_of(run: Path) -> list[Saved]:
 
 class Recomputation(RLCLI):
     """``rl fit`` of a recorded config in another folder, without a summary."""
+
+    summarizes = False
 
     def __init__(self, args: list[str], callbacks: Sequence[L.Callback], observe: Any) -> None:
         self.own_callbacks, self.observe = list(callbacks), observe
@@ -91,9 +93,6 @@ class Recomputation(RLCLI):
 
     def before_fit(self) -> None:
         self.checkpoint = None  # its tensors are mapped from the file
-
-    def after_fit(self) -> None:
-        """Does nothing, because the run has its summary already."""
 
 
 @contextmanager

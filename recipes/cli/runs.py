@@ -1,7 +1,6 @@
-"""The run that a command continues: its folder, its checkpoint, which is verified, and the settings that changed."""
+"""The run that a command's settings name: its folder, and the checkpoint that it continues, which is verified."""
 
 import os
-import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,11 @@ from typing import Any
 import torch
 from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.run import LOGS, Run, run_name
-from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
+from recipes.saved_runs import NAMES, changed_at, find, newest_run, read, read_newest_whole
 from rl_modules.common.errors import UsageError
-from rl_modules.common.stored_arguments import settings_of
-from rl_modules.loggers import FILLED_IN
 
-#: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
-NAMES = ("last", "previous", "best")
-#: What a run needs of a checkpoint to
-RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 #: The logger of a run that names none.
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
@@ -180,84 +172,3 @@ def parent_folder(config: Any) -> Path:
 
 def _root_folder(config: Any) -> Path:
     return Path(config["trainer"]["default_root_dir"] or ".")
-
-
-def announce(checkpoint: dict[str, Any], path: str, model: Any, datamodule: Any) -> None:
-    """Prints which checkpoint a run resumes from, and the settings that differ from the checkpoint's."""
-    done = checkpoint.get(type(datamodule).__qualname__, {}).get("num_timesteps")
-    at = f"{done:,} transitions" if done is not None else f"step {checkpoint['global_step']:,}"
-    print(f"resuming from {path} ({at})")
-    for line in changes(checkpoint, model, datamodule):
-        print(line)
-
-
-def newest_run(parent: Path) -> Path | None:
-    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none."""
-    numbered = {int(match.group(1)): path for path in parent.glob("version_*")
-                if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
-    runs = [path for path in parent.glob("job_*") if path.is_dir()]
-    return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
-
-
-def changed_at(run: Path) -> float:
-    """Returns the time of the last change of a run's folder or checkpoints, in seconds since the epoch."""
-    return max(folder.stat().st_mtime for folder in (run, run / "checkpoints") if folder.is_dir())
-
-
-def find(folder: Path, name: str) -> Path | None:
-    """Returns a run's checkpoint by one of :data:`NAMES`, ``last`` being the newest to resume from; None: none."""
-    if name != "last":
-        path = folder / "checkpoints" / f"{name}.ckpt"
-        return path if path.exists() else None
-    candidates = [folder / "checkpoints" / "last.ckpt", *folder.glob("hpc_ckpt_*.ckpt")]
-    found = [path for path in candidates if path.exists()] or [
-        path for path in [folder / "checkpoints" / "previous.ckpt"] if path.exists()
-    ]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used."""
-    try:
-        checkpoint = read_checkpoint(path, None, RESUMABLE)
-    except DamagedCheckpoint as error:
-        whole = next((other for other in _older(path) if damage_of(other) is None), None)
-        named = "previous" if whole is not None and whole.name == "previous.ckpt" else whole
-        advice = f"the one before it is whole: resume from it with --ckpt_path {named} ({whole})"
-        raise DamagedCheckpoint(f"{error}; {advice if whole else 'no earlier one is whole'}") from error
-    if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
-        require_parts(checkpoint, f"ckpt_path={str(path)!r}", ("hyper_parameters",))
-    return checkpoint
-
-
-def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:
-    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning."""
-    try:
-        return read(path), path
-    except DamagedCheckpoint as error:
-        for other in _older(path):
-            if damage_of(other) is None:
-                checkpoint = read(other)
-                rank_zero_warn(f"{str(error).partition(';')[0]}; the run resumes from {other}, the one before it.")
-                return checkpoint, other
-        raise
-
-
-def _older(path: Path) -> list[Path]:
-    """Returns the other checkpoints in a folder from which a run can resume, the best choice first."""
-    folder = path.parent
-    kept = sorted(folder.glob("step-*.ckpt"), key=lambda kept: kept.stat().st_mtime, reverse=True)
-    others = [folder / "last.ckpt", folder / "previous.ckpt", *kept, folder / "best.ckpt"]
-    return [other for other in others if other.exists() and not other.samefile(path) and path.name != "previous.ckpt"]
-
-
-def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str]:
-    """Returns the arguments that differ from the checkpoint's, as ``clip_range: 0.2 → 0.1``."""
-    lines = []
-    for key, owner in (("hyper_parameters", model), ("datamodule_hyper_parameters", datamodule)):
-        saved = settings_of(checkpoint, key)
-        for name, value in owner.hparams.items():
-            value = described(value)  # as the checkpoint has it
-            if name in saved and name not in FILLED_IN and saved[name] != value:
-                lines.append(f"{name}: {saved[name]} → {value}")
-    return lines

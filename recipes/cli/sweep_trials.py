@@ -70,6 +70,8 @@ class Judge(Stateful, L.Callback):
 class TrialRun(RLCLI):
     """``rl fit`` of one seed, without its printed summary."""
 
+    summarizes = False
+
     def __init__(self, args: list[str], judge: Judge | None) -> None:
         self.judge = judge
         super().__init__("fit", args)

@@ -1,12 +1,19 @@
-"""The process of a command: its texts, the libraries' messages, and the user's modules and their errors."""
+"""The process of a command: its texts and its end, the libraries' messages, the user's modules and their errors."""
 
+import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from recipes.signals import Stopped
+from rl_modules.common.errors import UsageError
 
 #: Warnings that do not concern the person at the terminal, as regular expressions.
 _HIDDEN = (
@@ -89,6 +96,49 @@ def add_working_directory() -> None:
 def is_first_rank() -> bool:
     """Whether this process is the first rank, before there is a Trainer."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
+
+
+@contextmanager
+def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iterator[None]:
+    """Turns what ends a program, an error or a signal, into a sentence and an exit code.
+
+    Args:
+        resume_command: the command that resumes a stopped run.
+    """
+    try:
+        yield
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except Stopped as stopped:
+        if is_first_rank():
+            how = "" if resume_command is None else f"; resume with\n  {resume_command(stopped)}"
+            print(f"{stopped}{how}", file=sys.stderr)
+        raise SystemExit(128 + stopped.signum) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except SystemExit as exit_:
+        # Without a checkpoint, Lightning exits with 1 after Ctrl-C, like after an error, and with 0 after SIGTERM, like
+        # after a success.
+        if isinstance(exit_.__context__, KeyboardInterrupt):
+            raise SystemExit(130) from None
+        lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")  # help does without the library
+        if lightning is not None and isinstance(exit_, lightning.SIGTERMException):
+            print("stopped by SIGTERM, without a checkpoint", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and is_of_users_code(error):
+            raise
+        remedy = "; the checkpoints written so far are whole: free some space, then resume" if is_full else ""
+        print(f"error: {error}{remedy}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except Exception as error:
+        if not is_of_a_library(error):
+            raise
+        print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def is_of_a_library(error: BaseException) -> bool:

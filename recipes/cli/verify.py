@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from recipes import saved_runs
 from recipes.callbacks import curves
-from recipes.cli import runs
 from recipes.cli.recomputation import Reached, Recomputation, Saved, checkpoints_of, position_of, settings
 from rl_modules.common.errors import UsageError
 
@@ -121,7 +121,7 @@ class _Comparer:
         if position_of(trainer) == self.end.position:
             file = self.folder / "here.ckpt"
             trainer.save_checkpoint(file, weights_only=False)
-            self.comparison = Comparison.of(runs.read(self.end.path), torch.load(file, weights_only=True))
+            self.comparison = Comparison.of(saved_runs.read(self.end.path), torch.load(file, weights_only=True))
             for logger in trainer.loggers:
                 logger.save()
             raise Reached

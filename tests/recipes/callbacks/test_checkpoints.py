@@ -23,9 +23,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
+from recipes import saved_runs
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
 from recipes.callbacks.checkpoints import Checkpoints
-from recipes.cli import runs
 from recipes.signals import Stopped, StopRequests
 from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, SFT, TD3, TQC, TRPO, MonteCarlo, QLearning
 from rl_modules.action_noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_and_is_cleared_costs_no_run(tmp_path: Path, monkey
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", fails_twice)
     with pytest.warns(UserWarning, match=r"No space left on device.*; the one before, .*last.ckpt, is untouched"):
         fit(PPO(), ppo_data(), **saving(tmp_path))
-    assert runs.read(tmp_path / "checkpoints/last.ckpt")["RolloutDataModule"]["num_timesteps"] == 128
+    assert saved_runs.read(tmp_path / "checkpoints/last.ckpt")["RolloutDataModule"]["num_timesteps"] == 128
 
 
 def test_a_small_disk_in_earnest(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_small_disk_in_earnest(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"last checkpoint can't be written.*No space left.*is untouched"), \
                 pytest.warns(UserWarning, match="Training continues"):  # fmt: skip
             fit(PPO(), ppo_data(), **saving(tmp_path))
-        kept = runs.read(tmp_path / "checkpoints/last.ckpt")
+        kept = saved_runs.read(tmp_path / "checkpoints/last.ckpt")
         assert kept["RolloutDataModule"]["num_timesteps"] < 128
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
@@ -335,7 +335,7 @@ def weights_at(path: Path) -> int:
 
 
 def test_a_whole_checkpoint_is_read(pair: Path) -> None:
-    assert torch.equal(runs.read(pair / "last.ckpt")["state_dict"]["weights"], torch.arange(1000.0))
+    assert torch.equal(saved_runs.read(pair / "last.ckpt")["state_dict"]["weights"], torch.arange(1000.0))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
@@ -351,10 +351,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(pair: Path, da
     else:
         last.write_text("" if damage == "empty" else "hello")
     with pytest.raises(UsageError, match=r"last.ckpt is damaged: it.* whole: resume .* --ckpt_path previous"):
-        runs.read(last)
+        saved_runs.read(last)
     flip(pair / "previous.ckpt", weights_at(pair / "previous.ckpt"))
     with pytest.raises(UsageError, match="no earlier one is whole"):
-        runs.read(last)
+        saved_runs.read(last)
 
 
 class Code:
@@ -366,14 +366,14 @@ def test_code_in_a_checkpoint_is_refused_and_never_run(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "extra": Code()}, tmp_path / "evil.ckpt")
     with pytest.raises(UsageError, match=r"evil.ckpt holds code, \w+.system, .* never run"):
-        runs.read(tmp_path / "evil.ckpt")
+        saved_runs.read(tmp_path / "evil.ckpt")
     (tmp_path / "plain.ckpt").write_bytes(pickle.dumps(Code()))
     with pytest.raises(UsageError, match="not a checkpoint at all"):
-        runs.read(tmp_path / "plain.ckpt")
+        saved_runs.read(tmp_path / "plain.ckpt")
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Code()))
     with pytest.raises(UsageError):
-        runs.read(tmp_path / "zip.ckpt")
+        saved_runs.read(tmp_path / "zip.ckpt")
     assert not (tmp_path / "ran").exists()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import main
-from recipes.cli.runs import read
+from recipes.saved_runs import read
 from recipes.signals import Stopped
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.checkpoint_file import damage_of

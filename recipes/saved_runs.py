@@ -1,0 +1,89 @@
+"""The runs in a folder, and the checkpoint from which one goes on: the newest whole one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
+from rl_modules.common.stored_arguments import settings_of
+from rl_modules.loggers import FILLED_IN
+
+#: Names of a run's checkpoints.
+NAMES = ("last", "previous", "best")
+#: What a run needs of a checkpoint to go on from it.
+RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
+
+
+def newest_run(parent: Path) -> Path | None:
+    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none."""
+    numbered = {int(match.group(1)): path for path in parent.glob("version_*")
+                if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
+    runs = [path for path in parent.glob("job_*") if path.is_dir()]
+    return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
+
+
+def changed_at(run: Path) -> float:
+    """Returns the time of the last change of a run's folder or checkpoints, in seconds since the epoch."""
+    return max(folder.stat().st_mtime for folder in (run, run / "checkpoints") if folder.is_dir())
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Returns a run's checkpoint by one of :data:`NAMES`, ``last`` being the newest to resume from; None: none."""
+    if name != "last":
+        path = folder / "checkpoints" / f"{name}.ckpt"
+        return path if path.exists() else None
+    candidates = [folder / "checkpoints" / "last.ckpt", *folder.glob("hpc_ckpt_*.ckpt")]
+    found = [path for path in candidates if path.exists()] or [
+        path for path in [folder / "checkpoints" / "previous.ckpt"] if path.exists()
+    ]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used."""
+    try:
+        checkpoint = read_checkpoint(path, None, RESUMABLE)
+    except DamagedCheckpoint as error:
+        whole = next((other for other in _older(path) if damage_of(other) is None), None)
+        named = "previous" if whole is not None and whole.name == "previous.ckpt" else whole
+        advice = f"the one before it is whole: resume from it with --ckpt_path {named} ({whole})"
+        raise DamagedCheckpoint(f"{error}; {advice if whole else 'no earlier one is whole'}") from error
+    if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
+        require_parts(checkpoint, f"ckpt_path={str(path)!r}", ("hyper_parameters",))
+    return checkpoint
+
+
+def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:
+    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning."""
+    try:
+        return read(path), path
+    except DamagedCheckpoint as error:
+        for other in _older(path):
+            if damage_of(other) is None:
+                checkpoint = read(other)
+                rank_zero_warn(f"{str(error).partition(';')[0]}; the run resumes from {other}, the one before it.")
+                return checkpoint, other
+        raise
+
+
+def _older(path: Path) -> list[Path]:
+    """Returns the other checkpoints in a folder from which a run can resume, the best choice first."""
+    folder = path.parent
+    kept = sorted(folder.glob("step-*.ckpt"), key=lambda kept: kept.stat().st_mtime, reverse=True)
+    others = [folder / "last.ckpt", folder / "previous.ckpt", *kept, folder / "best.ckpt"]
+    return [other for other in others if other.exists() and not other.samefile(path) and path.name != "previous.ckpt"]
+
+
+def announce(checkpoint: dict[str, Any], path: Any, model: Any, data: Any) -> None:
+    """Prints which checkpoint a run resumes from, and the settings that differ: ``clip_range: 0.2 → 0.1``."""
+    done = checkpoint.get(type(data).__qualname__, {}).get("num_timesteps")
+    at = f"{done:,} transitions" if done is not None else f"step {checkpoint['global_step']:,}"
+    print(f"resuming from {path} ({at})")
+    for key, owner in (("hyper_parameters", model), ("datamodule_hyper_parameters", data)):
+        saved = settings_of(checkpoint, key)
+        for name, value in owner.hparams.items():
+            value = described(value)  # as the checkpoint has it
+            if name in saved and name not in FILLED_IN and saved[name] != value:
+                print(f"{name}: {saved[name]} → {value}")
