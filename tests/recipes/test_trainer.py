@@ -17,7 +17,10 @@ from datamodules import RolloutDataModule
 from recipes import Trainer
 from recipes.callbacks import curves
 from recipes.cli import main
+from recipes.run import LOCK
 from rl_modules import PPO
+from rl_modules.common.errors import UsageError
+from tests import chaos
 
 SMALL = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 2, "total_timesteps": 1024, "eval_freq": 512,
          "n_eval_episodes": 2, "n_test_episodes": 3}  # fmt: skip
@@ -143,6 +146,17 @@ class Interrupt(Callback):
             signal.raise_signal(signal.SIGINT)
 
 
+class StopAt(Callback):
+    """SIGTERM in a batch, after which the run saves and stops."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.batch:
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
     before = signal.getsignal(signal.SIGINT)
@@ -152,6 +166,40 @@ def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
     assert signal.getsignal(signal.SIGINT) is before
     assert "stopped by" in capsys.readouterr().err
     assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
+
+
+@pytest.mark.long
+def test_a_stopped_fit_that_resumes_equals_one_that_never_stopped(here, capsys):
+    def fit(folder, *callbacks):
+        trainer = Trainer(accelerator="cpu", resume=True, callbacks=list(callbacks), default_root_dir=folder)
+        trainer.fit(PPO(), RolloutDataModule("CartPole-v1", seed=3, **SMALL))
+        return trainer
+
+    fit("whole")
+    assert fit("cut", StopAt(5)).was_stopped
+    assert not fit("cut").was_stopped
+    assert "resuming from" in capsys.readouterr().out
+    assert chaos.compare(here / "whole", here / "cut") == []
+
+
+def test_resume_needs_the_loggers_that_trainer_makes(here):
+    with pytest.raises(UsageError, match="resume=True"):
+        Trainer(accelerator="cpu", resume=True, logger=False)
+
+
+def test_a_run_that_another_process_trains_is_not_resumed(here):
+    arguments = {**SMALL, "total_timesteps": 256}
+    Trainer(accelerator="cpu", evaluate=False).fit(PPO(), RolloutDataModule("CartPole-v1", **arguments))
+    folder = here / "logs/PPO-CartPole-v1/version_0"
+    holder = subprocess.Popen([sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'a'); "
+                               "fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()", folder / LOCK],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError, match="another process trains the run"):
+            Trainer(accelerator="cpu", resume=True).fit(PPO(), RolloutDataModule("CartPole-v1", **arguments))
+    finally:
+        holder.communicate(b"\n")
 
 
 def test_sigterm_ends_fit_without_ending_python_where_no_checkpoint_is_written(here, capsys):
