@@ -99,8 +99,10 @@ class CSVAdapter(LoggerAdapter):
 
     def position(self) -> dict[str, Any]:
         self.logger.save()
-        metrics = self._metrics
-        rows = len(_read_rows(metrics)) if metrics.exists() else 0
+        rows = 0
+        if self._metrics.exists():
+            rows = len(_read_rows(self._metrics))
+            self._keep_whole()
         sizes = {str(path.relative_to(self._tables)): path.stat().st_size for path in self._written()}
         return {"rows": rows, "sizes": sizes}
 
@@ -127,7 +129,12 @@ class CSVAdapter(LoggerAdapter):
             # The file is written by the writer itself, which then knows its header.
             writer.metrics = [{key: value for key, value in row.items() if value != ""} for row in kept]
             writer.save()
+            self._keep_whole()
         copy.unlink(missing_ok=True)
+
+    def _keep_whole(self) -> None:
+        """Lightning 2.6 empties the file before it writes a new column, and a kill then would lose the curves."""
+        self.logger.experiment._rewrite_with_new_header = lambda columns: _rewrite(self._metrics, columns)
 
     @property
     def _metrics(self) -> Path:
@@ -212,6 +219,16 @@ def _flatten(settings: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> 
         elif key not in FILLED_IN:
             known = isinstance(value, int | float | str | bool) and not (isinstance(value, float) and math.isnan(value))
             flat[f"{prefix}{key}"] = value if known else str(value)
+
+
+def _rewrite(path: Path, columns: Sequence[str]) -> None:
+    """Gives a CSV file other columns; the file is whole at any moment."""
+    rows, part = _read_rows(path), path.with_suffix(".part")
+    with part.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

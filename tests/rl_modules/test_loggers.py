@@ -162,6 +162,29 @@ def test_a_csv_loggers_rows_survive_a_process_that_ends_while_it_resumes(tmp_pat
     assert sorted(path.name for path in (tmp_path / "run/version_0").iterdir()) == ["metrics.csv"]
 
 
+def test_a_csv_loggers_rows_survive_a_process_that_ends_while_a_column_is_added(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """In place of a signal."""
+
+    def dies(self, rows):
+        raise Killed
+
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    logger.log_metrics({"loss": 0.5}, step=0)
+    position = adapter_of(logger).position()
+    logger.log_metrics({"loss": 0.25, "accuracy": 1.0}, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerows", dies)
+        with pytest.raises(Killed):
+            logger.save()
+    again = CSVLogger(tmp_path, name="run", version=0)
+    adapter_of(again).cut(position)
+    again.log_metrics({"loss": 0.25, "accuracy": 1.0}, step=1)
+    again.save()
+    with (tmp_path / "run/version_0/metrics.csv").open(newline="") as file:
+        assert [(row["loss"], row["accuracy"]) for row in csv.DictReader(file)] == [("0.5", ""), ("0.25", "1.0")]
+
+
 @pytest.mark.long
 def test_weights_and_biases_gets_tables_and_continues_the_run_of_the_checkpoint(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
