@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays
 from rl_modules.core.checkpoint import like
 from rl_modules.core.state import Stateful
 

@@ -16,7 +16,8 @@ from datamodules.environments import Environments
 from datamodules.envs.boundary import boundary_of, require_finite_evaluation
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import MASK
-from rl_modules.common.spaces import space_to_dict, tree_leaves
+from rl_modules.common.modules import tree_leaves
+from rl_modules.common.spaces import space_to_dict
 
 #: Steps with random actions that are played, and played again from the same seed.
 STEPS = 1000

@@ -10,9 +10,9 @@ from torch import Tensor
 from datamodules.envs import episodes
 from datamodules.envs.boundary import boundary_of, require_finite
 from datamodules.episode_statistics import EpisodeStatistics
-from rl_modules.common.modules import in_double, is_double
+from rl_modules.common.modules import in_double, is_double, tree_map
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
+from rl_modules.common.spaces import observation_arrays, to_environment
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted, require_rows
 from rl_modules.core.state import Stateful, persistent

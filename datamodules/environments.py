@@ -18,7 +18,8 @@ from datamodules.envs.vector import (
 )
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
-from rl_modules.common.spaces import example_arrays, space_to_dict, tree_leaves
+from rl_modules.common.modules import tree_leaves
+from rl_modules.common.spaces import example_arrays, space_to_dict
 
 Wrappers = list[str | dict[str, Any]]
 #: Gymnasium's wrappers with running statistics, and the argument of the datamodule that does the same.

@@ -10,7 +10,8 @@ from gymnasium.wrappers.utils import update_mean_var_count_from_moments as merge
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK
-from rl_modules.common.spaces import is_image, normalize, tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
+from rl_modules.common.spaces import is_image, normalize
 from rl_modules.core.state import Stateful, persistent
 
 

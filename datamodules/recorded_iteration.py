@@ -10,8 +10,7 @@ from torch import Tensor
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode
-from rl_modules.common.spaces import tree_map
+from rl_modules.common.modules import evaluation_mode, tree_map
 from rl_modules.core.resume import count_step
 from rl_modules.fast.updates import NUMBERS, Recorded
 

@@ -23,9 +23,9 @@ from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
-from rl_modules.common.modules import evaluation_mode
+from rl_modules.common.modules import evaluation_mode, tree_map
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, tree_map
+from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
 from rl_modules.core.seams import require_acted, require_action
 from rl_modules.core.settings import setting

@@ -12,9 +12,8 @@ from datamodules.base import Batch, ControlDataModule
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.experience import LazyLoader
 from rl_modules.common.errors import UsageError, at_least
-from rl_modules.common.modules import evaluation_mode
+from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import generator_of
-from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient

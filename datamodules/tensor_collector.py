@@ -13,7 +13,8 @@ from datamodules.envs.boundary import require_finite
 from datamodules.envs.foreign import ForeignBoundary
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.normalization import Normalizers
-from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted
 from rl_modules.core.state import Stateful

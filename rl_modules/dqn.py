@@ -12,8 +12,8 @@ from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.seeding import generator_of
-from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient

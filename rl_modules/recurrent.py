@@ -11,7 +11,7 @@ from rl_modules.a2c import A2C
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.contract import Minibatch, Rollout, RolloutSource
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution

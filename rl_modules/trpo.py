@@ -12,8 +12,8 @@ from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.base import OptimizerFactory
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
+from rl_modules.common.modules import tree_map
 from rl_modules.common.schedules import parse_schedule
-from rl_modules.common.spaces import tree_map
 from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting

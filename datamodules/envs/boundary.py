@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_leaves
+from rl_modules.common.modules import tree_leaves
 
 #: Infos that Gymnasium's vectors add to those of their environments where an episode ended.
 ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))

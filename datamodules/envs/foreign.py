@@ -11,7 +11,8 @@ from datamodules.envs.masks import VectorWithoutMasks
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import SPACES, tree_leaves
+from rl_modules.common.modules import tree_leaves
+from rl_modules.common.spaces import SPACES
 
 
 class ForeignBoundary(Boundary):

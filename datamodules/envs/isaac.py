@@ -12,7 +12,7 @@ from torch import Tensor
 
 from datamodules.envs.tensors import space_of
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_map
+from rl_modules.common.modules import tree_map
 
 #: The group of observations that a policy reads in Isaac Lab, and in mjlab.
 POLICY = ("policy", "actor")

@@ -6,7 +6,8 @@ import numpy as np
 from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
+from rl_modules.common.spaces import observation_arrays
 
 
 def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> None:

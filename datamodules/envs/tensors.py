@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
 from datamodules.envs.boundary import ADDED, rows_of, without
-from rl_modules.common.spaces import tree_leaves
+from rl_modules.common.modules import tree_leaves
 
 
 def returns_tensors(envs: VectorEnv, seed: int) -> bool:

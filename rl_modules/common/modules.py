@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules, and whether compiled ones run as such."""
+"""Modules: training and evaluation mode, compiled ones; and nested containers of tensors."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,9 +29,21 @@ def is_double(module: Any) -> bool:
 
 def in_double(x: Any) -> Any:
     """Floating-point tensors as float64, in nested containers too; other tensors as they are."""
-    from rl_modules.common.spaces import tree_map
-
     return tree_map(lambda part: part.double() if part.is_floating_point() else part, x)
+
+
+def tree_map(function: Any, tree: Any, *others: Any) -> Any:
+    """Applies ``function`` to the leaves of equally nested dictionaries."""
+    if isinstance(tree, dict):
+        return {key: tree_map(function, tree[key], *(other[key] for other in others)) for key in tree}
+    return function(tree, *others)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of nested dictionaries, in order."""
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in tree_leaves(part)]
+    return [tree]
 
 
 def on(device: torch.device, numbers: list[int]) -> Tensor:

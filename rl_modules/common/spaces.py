@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
-from rl_modules.common.modules import in_double, is_double
+from rl_modules.common.modules import in_double, is_double, tree_leaves, tree_map
 
 #: The spaces of an environment, by the names of its attributes and of the hyperparameters.
 SPACES = ("observation_space", "action_space")
@@ -134,20 +134,6 @@ def example_arrays(space: spaces.Space, double: bool = False) -> Any:
         return np.zeros(space.shape, np.float64 if double and space.dtype == np.float64 else np.float32)
     is_bytes = isinstance(space, spaces.Box) and space.dtype == np.uint8  # choices of any dtype are int64
     return np.zeros(space.shape, np.uint8 if is_bytes else np.int64)
-
-
-def tree_map(function: Any, tree: Any, *others: Any) -> Any:
-    """Applies ``function`` to the leaves of equally nested dictionaries."""
-    if isinstance(tree, dict):
-        return {key: tree_map(function, tree[key], *(other[key] for other in others)) for key in tree}
-    return function(tree, *others)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of nested dictionaries, in order."""
-    if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in tree_leaves(part)]
-    return [tree]
 
 
 def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | None) -> np.ndarray:

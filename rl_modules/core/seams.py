@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_leaves
+from rl_modules.common.modules import tree_leaves
 
 #: The datamodule that makes each kind of experience.
 DATAMODULES = {

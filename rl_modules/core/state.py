@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
 
 
 class State:

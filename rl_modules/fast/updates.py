@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.schedules import parse_schedule
-from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.core.curves import Means
 from rl_modules.core.resume import count_step
 from rl_modules.core.state import declared

@@ -13,7 +13,8 @@ from torch.nn import functional as nnf
 from rl_modules.common.arguments import Custom
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import FORBIDDEN
-from rl_modules.common.spaces import example_arrays, is_image, tree_map
+from rl_modules.common.modules import tree_map
+from rl_modules.common.spaces import example_arrays, is_image
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.critics import LOG_STD_MAX, LOG_STD_MIN, ActionBounds, PolicyAndCritics, SquashedGaussianPolicy

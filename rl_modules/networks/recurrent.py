@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, init_orthogonal

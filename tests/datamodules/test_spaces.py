@@ -10,7 +10,8 @@ from gymnasium import spaces
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import example_arrays, observation_arrays, tree_leaves
+from rl_modules.common.modules import tree_leaves
+from rl_modules.common.spaces import example_arrays, observation_arrays
 from tests.training import fit
 
 TOP = np.finfo(np.float64).max

@@ -18,7 +18,7 @@ from datamodules.normalization import Normalizers, ObservationNormalizer, Reward
 from datamodules.tensor_collector import TensorCollector
 from rl_modules import A2C, PPO, SAC, TRPO, RecurrentPPO
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import tree_leaves
+from rl_modules.common.modules import tree_leaves
 from tests.fake_device import DEVICE, fake_device
 from tests.training import fit
 

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from torch import nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode
-from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
+from rl_modules.common.modules import evaluation_mode, tree_map
+from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict
 from rl_modules.crossq import RenormalizedCritics
 from rl_modules.fast import relu_mlp
 from rl_modules.fast.modules import FastTanh
