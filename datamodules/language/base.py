@@ -14,7 +14,7 @@ from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
 from datamodules.language.sources import EndlessOrder, fitting, notice, place_of, refuse, task_records
 from datamodules.language.tasks import make_task
-from datamodules.language.tasks.base import prompt_text, text_of, voted_answer
+from datamodules.language.tasks.base import prompt_text, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import warn_of_idle
@@ -348,10 +348,14 @@ class LanguageDataModule(LanguageArguments):
         spread = self.rewards.token_rewards(scores, lengths) if self.rewards.by_token else None
         plain = list(map(text_of, said))
         first = scores[:, 0] if scores.shape[1] else None
-        if self.mixture is None:
-            answers = [voted_answer(t, self.answer_after) if self.task is None else self.task.extract(t) for t in plain]
-        else:
+        if self.mixture is not None:
             answers, first = self.mixture.judged(repeated, plain, scores)
+        elif self.task is not None:
+            answers = list(map(self.task.extract, plain))
+        else:
+            from datamodules.language.tasks.answers import voted_answer
+
+            answers = [voted_answer(text, self.answer_after) for text in plain]
         correct = None if first is None else first >= self.correct_threshold
         if self.sources:
             from datamodules.language.mixture import by_source

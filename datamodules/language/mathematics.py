@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any
 
-from datamodules.language.tasks.base import answer_of
+from datamodules.language.tasks.answers import answer_of
 
 # A warning of a text that takes too long repeats the text: such an answer is wrong, which the reward says already.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -17,7 +17,8 @@ from datamodules.language.reward_calls import function_name
 from datamodules.language.rewards import RewardFunction, load_reward_func
 from datamodules.language.sources import EndlessOrder
 from datamodules.language.tasks import Task, make_task
-from datamodules.language.tasks.base import Record, voted_answer
+from datamodules.language.tasks.answers import voted_answer
+from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError, real_number
 from rl_modules.common.loading import load_object, require_settings
 from rl_modules.common.seeding import stream_seed

@@ -18,14 +18,8 @@ from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import RewardFunction, Task
-from datamodules.language.tasks.base import (
-    TAGS,
-    answer_of,
-    is_think_and_answer,
-    opened_thought,
-    reference_text,
-    text_of,
-)
+from datamodules.language.tasks.answers import answer_of, is_think_and_answer, opened_thought, reference_text
+from datamodules.language.tasks.base import TAGS, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from datamodules.language.calls import Call, calls_of
 from datamodules.language.environments import Message, Step
-from datamodules.language.tasks.base import reference_text
+from datamodules.language.tasks.answers import reference_text
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.loading import load_object
 

@@ -48,7 +48,7 @@ from rl_modules.language.optimizer import (
     without_warmup,
 )
 from rl_modules.language.throughput import Throughput
-from rl_modules.language.tokenizer import load_tokenizer, prepared, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.language.tokenizer import load_tokenizer, tokenizer_to_dict
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -160,6 +160,8 @@ class LanguageModule(LanguageMetrics):
         self.model = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):
+            from rl_modules.language.pretrained import prepared
+
             self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
         if not isinstance(self._given_model, tuple):
             self._given_model = ()
@@ -185,6 +187,8 @@ class LanguageModule(LanguageMetrics):
         if self._tokenizer is None:
             hp: Any = self.hparams
             if hp.description is not None:
+                from rl_modules.language.pretrained import tokenizer_from_dict
+
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             elif self._given_model and hp.tokenizer_name_or_path is None:
                 from rl_modules.language.pretrained import tokenizer_name

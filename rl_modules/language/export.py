@@ -14,8 +14,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import remove_dropout, restore_dropout
 from rl_modules.language.lora import merged
 from rl_modules.language.models import eos_token_ids, is_sharded
+from rl_modules.language.pretrained import PLAIN_AUTO_MAP
 from rl_modules.language.sharding import whole
-from rl_modules.language.tokenizer import PLAIN_AUTO_MAP
 
 #: Texts on which ways of splitting differ: spaces, line feeds, numbers, letters beyond ASCII.
 _SAMPLES = ("The sum of 12 + 345?\n\n  It's 1.50%\t= x_1", "déjà vu 你好 🙂")

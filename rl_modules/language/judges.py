@@ -18,8 +18,9 @@ from rl_modules.language.architecture import make_config, max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import frozen_source, make_model
+from rl_modules.language.pretrained import tokenizer_from_dict
 from rl_modules.language.scoring import completion_log_probs
-from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict
+from rl_modules.language.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter

@@ -3,18 +3,12 @@
 import string
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from rl_modules.common.errors import UsageError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
-#: Entry of an export's ``tokenizer_config.json`` if ``AutoTokenizer`` would choose a class that splits texts
-#: differently.
-PLAIN_AUTO_MAP = {"AutoTokenizer": [None, "plain_tokenizer.PlainTokenizer"]}
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -40,24 +34,9 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """
     if name_or_path is None:
         return character_tokenizer()
-    from rl_modules.language.pretrained import read_tokenizer
+    from rl_modules.language.pretrained import prepared, read_tokenizer
 
     return prepared(read_tokenizer(name_or_path), name_or_path)
-
-
-def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer that can end completions and pad; one without a pad token pads with its EOS token."""
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UsageError(f"{name} is a {type(tokenizer).__name__}; it takes a directory, a hub name or a tokenizer of "
-                         "transformers")  # fmt: skip
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"tokenizer {name!r} has no EOS token, so no completion could end; set eos_token in "
-                         "its tokenizer_config.json")  # fmt: skip
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.init_kwargs.get("auto_map") == PLAIN_AUTO_MAP:  # that file stays in the export's folder
-        del tokenizer.init_kwargs["auto_map"]
-    return tokenizer
 
 
 def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -66,20 +45,3 @@ def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.read_bytes().decode("latin-1") for path in files}
-
-
-def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """The inverse of :func:`tokenizer_to_dict`."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder).resolve()
-        for name, text in files.items():
-            path = (root / name).resolve()
-            if not path.is_relative_to(root):
-                raise UsageError(f"the checkpoint's tokenizer has a file {name!r}, which lies outside of its folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("latin-1"))
-        try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except ValueError as error:
-            raise UsageError("the checkpoint's tokenizer can't be read, or needs code of its own, which is never run; "
-                             "train with tokenizer_name_or_path, one that transformers has") from error  # fmt: skip

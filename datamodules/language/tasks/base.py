@@ -123,6 +123,8 @@ class Task:
             raise UsageError(f"solve of task {self.name!r} returned {columns!r}, where a dict with 'answer' should be")
         completion = columns.get("completion", columns.get("answer"))
         if self.think_format and completion is not None:
+            from datamodules.language.tasks.answers import think_and_answer
+
             completion = think_and_answer(self.reasoning(question, columns), completion)
         return {"prompt": self.prompt(question), **columns, "completion": completion}
 
@@ -161,7 +163,11 @@ class Task:
 
     def final_answer(self, completion: str) -> str | None:
         """Returns the text between ``<answer>`` tags under ``think_format`` (None: no tags), else the completion."""
-        return answer_of(completion) if self.think_format else completion.strip()
+        if not self.think_format:
+            return completion.strip()
+        from datamodules.language.tasks.answers import answer_of
+
+        return answer_of(completion)
 
     def extract(self, completion: str) -> str | None:
         """Returns the final answer in a canonical form for a majority vote; None: no answer."""
@@ -251,11 +257,9 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
     return re.sub(r"\{([A-Za-z_]\w*)\}", value, template)
 
 
-# ---------------------------------------------------------------- the text of a completion, and the answer in it
+# ---------------------------------------------------------------- prompts and completions as text
 
-# An answer does not contain <answer>, because an earlier thought may mention the tag.
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+#: Tags of thoughts and answers.
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -267,55 +271,3 @@ def text_of(completion: str | list[dict[str, Any]]) -> str:
 def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt as one text for tables and logs; messages with their roles, a line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
-
-
-def answer_of(text: str) -> str | None:
-    """What stands in the last ``<answer>…</answer>``, stripped; None where there is no such pair."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
-
-
-def voted_answer(text: str, after: str | None = None) -> str:
-    r"""A completion's answer for a vote: its last ``<answer>`` tags, ``\boxed{…}``, what follows ``after``, or all."""
-    tagged = answer_of(text)
-    if tagged is not None:
-        text = tagged
-    boxed = _last_box(text)
-    if boxed is not None:
-        return boxed
-    return (text.rpartition(after)[2] if after and tagged is None else text).strip()
-
-
-def _last_box(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, stripped; None where there is none that is closed."""
-    _, box, rest = text.rpartition("\\boxed{")
-    depth = 1
-    for end, character in enumerate(rest if box else ""):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[:end].strip()
-    return None
-
-
-def reference_text(reference: Any) -> str:
-    """A reference answer as text, stripped; a number as it is written."""
-    if isinstance(reference, bool) or not isinstance(reference, str | int | float):
-        raise UsageError(f"answer={str(reference)[:60]!r} is a {type(reference).__name__}, where text or a number "
-                         "should be")  # fmt: skip
-    return str(reference).strip()
-
-
-def think_and_answer(thought: str, answer: str) -> str:
-    """``<think>thought</think><answer>answer</answer>``."""
-    return f"<think>{thought}</think><answer>{answer}</answer>"
-
-
-def is_think_and_answer(text: str) -> bool:
-    """Whether a text is one ``<think>…</think>`` followed by one ``<answer>…</answer>``, and nothing else but space."""
-    return all(text.count(tag) == 1 for tag in TAGS) and _THINK_ANSWER.fullmatch(text) is not None
-
-
-def opened_thought(prompt: str | list[dict[str, Any]]) -> str:
-    """``<think>`` where a prompt, or a message that the model continues, ends with it; else nothing."""
-    continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
-    return TAGS[0] if continues and text_of(prompt).rstrip().endswith(TAGS[0]) else ""

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from datamodules import InstructionDataModule, PromptDataModule
 from datamodules.language.on_demand import load_records
-from datamodules.language.tasks.base import voted_answer
+from datamodules.language.tasks.answers import voted_answer
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling import Completions

@@ -17,7 +17,8 @@ from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.kernels import checkpoint_activations
-from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.language.pretrained import tokenizer_from_dict
+from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_to_dict
 from tests.training import fit
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
