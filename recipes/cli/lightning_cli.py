@@ -169,7 +169,6 @@ class RLCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
-        wait_for("")
         trainer = self.trainer
         if self.checkpoint is not None and trainer.is_global_zero:
             saved_runs.announce(self.checkpoint, self.config[self.command]["ckpt_path"], self.model, self.datamodule)
@@ -266,7 +265,7 @@ class RLCLI(LightningCLI):
         return {**arguments, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
-        wait_for("evaluating")
+        wait_for("" if self.command == "fit" else "evaluating")
         if self.records:
             self._record()
             return
