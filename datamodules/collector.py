@@ -215,7 +215,7 @@ class Collector(Stateful):
         device = "cpu" if self.returns_raw else device  # replayed experience, and the generator of its actions
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
-        if self._observation is not None:
+        if self._observation is not None and state.get("vector") is None:
             from datamodules.envs.resumed import resume_episodes
 
             resume_episodes(self, state["running"])

@@ -17,7 +17,7 @@ from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.spaces import example_arrays
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted
-from rl_modules.core.state import Stateful
+from rl_modules.core.state import persistent
 
 
 class TensorCollector(Collector):
@@ -25,6 +25,8 @@ class TensorCollector(Collector):
 
     boundary: ForeignBoundary
     envs: Any
+    #: A vector that can be saved, whose running episodes go on where a run resumes; None: they begin anew.
+    vector: Any = persistent(lambda self: self.envs if hasattr(self.envs, "state_dict") else None)
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""
@@ -128,21 +130,6 @@ class TensorCollector(Collector):
         unseen = tree_map(lambda x, y: torch.cat([x[-1], y[rows, columns]]), observations, rollout["next_observation"])
         ends = list(zip(rows.tolist(), columns.tolist(), strict=True))
         return self._next_value(act, unseen, rollout["value"], ends)
-
-    # ---------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        state, envs = super().state_dict(), self.envs
-        return {**state, "vector": envs.state_dict()} if hasattr(envs, "state_dict") else state
-
-    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
-        if not hasattr(self.envs, "state_dict"):
-            super().load_state_dict(state, device)
-            return
-        self.begun_anew[:] = False
-        state = {**state, "normalizers": None} if self.normalizers is None else state
-        Stateful.load_state_dict(self, state, device)
-        self.envs.load_state_dict(state["vector"])
 
     def _observe(self, raw: Any) -> None:
         self._observation = self._raw = self._tensors(raw)
