@@ -118,6 +118,20 @@ def _sft(**more: Any) -> Callable[[Size, Path], tuple[Any, Any]]:
     return make
 
 
+def _packed(**more: Any) -> Callable[[Size, Path], tuple[Any, Any]]:
+    """Texts of all lengths up to the size's, several to a row."""
+
+    def make(size: Size, folder: Path) -> tuple[Any, Any]:
+        rng, path = random.Random(0), folder / "mixed.jsonl"
+        longest = size.prompt + size.completion
+        texts = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, longest - 1))) for _ in range(1024)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data = InstructionDataModule(path=str(path), batch_size=4 * size.batch_size, eval_steps=0, packing=True)
+        return SFT(**_model(size), **more), data
+
+    return make
+
+
 def _dpo(size: Size, folder: Path) -> tuple[Any, Any]:
     data = PreferenceDataModule(path=str(folder / "pairs.jsonl"), batch_size=size.batch_size // 2, eval_steps=0)
     return DPO(**_model(size)), data
@@ -167,6 +181,8 @@ CASES = (
     # The lengths of verl's published step of PPO on Qwen2.5-0.5B and GSM8K, which takes 67.6 s on one card.
     Case("RLHFPPO, verl's lengths", _rlhf_ppo, 4, 2, lengths=(256, 103, 305), micro_batches=16),
     Case("SFT, compiled layers", _sft(torch_compile=True), 1, 1),
+    Case("SFT, packed", _packed(), 1, 1),
+    Case("SFT, packed, varlen", _packed(attn_implementation="varlen"), 1, 1),
     Case("PPO", _ppo, 0, 0, is_language=False),
     Case("DQN", _dqn, 0, 0, is_language=False),
 )

@@ -4,7 +4,7 @@ import pytest
 
 #: Modules that test fast paths; elsewhere those tests do that pack texts.
 OF_FAST_PATHS = ("test_fast_paths", "test_logits", "test_self_check", "test_shared_scoring",
-                 "test_tiled_head")  # fmt: skip
+                 "test_tiled_head", "test_varlen")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
