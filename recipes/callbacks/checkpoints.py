@@ -119,8 +119,8 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._trainer is not None:
             self._forget_run()
-        if stage == "fit" and self._chosen:
-            require_metric(str(self.monitor), pl_module)
+        for callback in trainer.callbacks if stage == "fit" else ():  # type: ignore[attr-defined]
+            require_metric(callback, trainer, pl_module)
         super().setup(trainer, pl_module, stage)
         end_at_sigterm(trainer)
         self._trainer = trainer
@@ -367,10 +367,15 @@ def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
 
 
-def require_metric(monitor: str, module: Any) -> None:
-    """Refuses a metric that the algorithm never logs; custom classes may log any."""
-    known = getattr(module, "evaluation_metrics", None)
-    own = type(module).__module__.partition(".")[0] == "rl_modules"
-    if own and known is not None and monitor not in known:
-        raise UsageError(f"checkpoint.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
+def require_metric(callback: Any, trainer: Any, module: Any) -> None:
+    """Refuses a metric that the algorithm never logs; custom classes, and with other callbacks theirs, may log any."""
+    known, monitor = getattr(module, "evaluation_metrics", None), getattr(callback, "monitor", None)
+    selects = isinstance(callback, Checkpoints)
+    if known is None or monitor is None or monitor in known or (selects and not callback._chosen):
+        return
+    own = {type(x).__module__.partition(".")[0] for x in trainer.callbacks} <= {"lightning", "recipes", "rl_modules"}
+    is_of_training = monitor.startswith(("train/", "rollout/", "time/"))
+    if type(module).__module__.partition(".")[0] == "rl_modules" and (selects or (own and not is_of_training)):
+        name = "checkpoint" if selects else type(callback).__name__
+        raise UsageError(f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
                          f"{', '.join(known)}{did_you_mean(monitor, known)}")  # fmt: skip

@@ -358,11 +358,19 @@ def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> No
 
 
 @pytest.mark.long
-def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any) -> None:
-    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nonsense"]
+def test_a_monitor_that_no_run_logs_is_refused_before_the_run(rl: Any, tmp_path: Path) -> None:
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=eval/mean_rewrad"]
     code, _, err = rl("fit", *RUN, "--data.eval_freq=256", *stop)
-    assert code == 1
-    assert re_line(err, "error: ", "nonsense", "eval/mean_reward") and "Traceback" not in err
+    assert code == 1 and "Traceback" not in err
+    assert re_line(err, "error: EarlyStopping.monitor='eval/mean_rewrad' is no metric of PPO", "eval/mean_reward")
+    assert not [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("monitor", ["train/loss", "rollout/ep_rew_mean", "eval/mean_reward"])
+def test_a_callback_may_monitor_any_curve(rl: Any, monitor: str) -> None:
+    stop = ["--trainer.callbacks+=EarlyStopping", f"--trainer.callbacks.monitor={monitor}"]
+    assert rl("fit", *RUN, "--data.eval_freq=256", "--model.log_every=1", *stop)[0] == 0
 
 
 @pytest.mark.long
