@@ -323,7 +323,7 @@ def too_few(rewards):
 @pytest.mark.parametrize(("advantages", "sentence"), [
     ("rlo", r"advantages 'rlo' is not known.*did you mean.*rloo"),
     ("tests.rl_modules.language.test_rloo:nothing", r"has no 'nothing'"),
-    ("tests.rl_modules.language.test_rloo:VARIANTS", r"is a dict; name a function"),
+    ("tests.rl_modules.language.test_rloo:VARIANTS", r"is a dict, where a function from rewards"),
     (lambda rewards: rewards, r"advantages=<function .* has no import path, .*; give a function at the first level"),
     (partial(signs), r"has no import path"),
     (3, r"advantages=3 has no import path"),
