@@ -196,7 +196,9 @@ def test_evaluation_needs_no_reward_model(make, make_trainer, folders):  # noqa:
 
 def test_a_run_without_any_reward_is_refused(make):  # noqa: F811
     module, data = make(data={"reward_funcs": None}, reward_model_name_or_path=None)
-    with pytest.raises(UsageError, match=r"reward_model_name_or_path=null and no data.reward_funcs"):
+    with pytest.raises(
+        UsageError, match="no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
+    ):
         fit(module, data, max_steps=1)
 
 
