@@ -129,15 +129,14 @@ def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -
     for callback in trainer.callbacks:
         if isinstance(callback, ConfigRecord):
             callback.resumes = checkpoint is not None
-        if isinstance(callback, Checkpoints):
-            callback.last_path = run.checkpoint
     states = (checkpoint or {}).get("callbacks", {})
     written = states.get("Checkpoints", {})
     if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
         for logger in _unnumbered(trainer):
             logger._version = run.folder.name
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+        # Another callback's checkpoint does not know how long the curves were.
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and (checkpoint is None or written):
             curves.cut(Path(logger.log_dir), written.get("curves", {}))
     own = adapters(trainer)
     positions = written.get("loggers", [])

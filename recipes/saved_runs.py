@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
+from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.loggers import FILLED_IN
 
@@ -30,14 +31,18 @@ def changed_at(run: Path) -> float:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Returns a run's checkpoint by one of :data:`NAMES`, ``last`` being the newest to resume from; None: none."""
+    """Returns a run's checkpoint by one of :data:`NAMES`, ``last`` being the newest to resume from; None: none.
+
+    A run with a user's ``ModelCheckpoint`` alone has files of other names.
+    """
     if name != "last":
         path = folder / "checkpoints" / f"{name}.ckpt"
         return path if path.exists() else None
     candidates = [folder / "checkpoints" / "last.ckpt", *folder.glob("hpc_ckpt_*.ckpt")]
+    known = {folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "next")}
     found = [path for path in candidates if path.exists()] or [
         path for path in [folder / "checkpoints" / "previous.ckpt"] if path.exists()
-    ]
+    ] or [path for path in folder.glob("checkpoints/*.ckpt") if path not in known]  # fmt: skip
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -53,6 +58,14 @@ def read(path: Path) -> dict[str, Any]:
     if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
         require_parts(checkpoint, f"ckpt_path={str(path)!r}", ("hyper_parameters",))
     return checkpoint
+
+
+def require_optimizer(checkpoint: dict[str, Any], path: Any) -> None:
+    """Refuses a checkpoint of weights alone."""
+    if "optimizer_states" not in checkpoint:
+        raise UsageError(f"ckpt_path={str(path)!r} holds weights alone, as save_weights_only writes them, and no run "
+                         f"resumes from it; begin one with its weights: --model.init_from {path}, or for a language "
+                         "model `rl export`, then --model.model_name_or_path")  # fmt: skip
 
 
 def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:

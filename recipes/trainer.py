@@ -38,7 +38,7 @@ class Trainer(L.Trainer):
         **arguments: of ``lightning.Trainer``; they override the settings above.
 
     Raises:
-        UsageError: ``resume`` with a logger of your own, whose folders are not known.
+        UsageError: ``resume`` with a logger of your own, whose folders are not known, or with ``fit``'s ``ckpt_path``.
     """
 
     #: Whether a signal ends the program after the checkpoint, as in this project's own programs; else ``fit`` alone.
@@ -68,8 +68,8 @@ class Trainer(L.Trainer):
         keeps_curves = not arguments.get("fast_dev_run") and not is_barebones
         self._makes_logger = arguments.get("logger") in (None, True) and keeps_curves
         if resume and not self._makes_logger:
-            raise UsageError("resume=True finds the runs of the logger that Trainer makes; leave out logger, or give "
-                             "fit the checkpoint, ckpt_path")  # fmt: skip
+            raise UsageError("resume=True finds the runs of the logger that Trainer makes; leave out logger, "
+                             "fast_dev_run and barebones, or give fit the checkpoint, ckpt_path")  # fmt: skip
         shows = arguments.pop("enable_progress_bar", None) is not False
         brings_bar = shows and any(isinstance(c, ProgressBar) for c in callbacks)
         self._shows_bar = shows and not brings_bar and not is_barebones
@@ -91,6 +91,9 @@ class Trainer(L.Trainer):
         """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
         given_model, model = model, getattr(model, "_orig_mod", model)  # what `torch.compile` returns holds the module
+        if self.resumes and ckpt_path is not None:
+            raise UsageError(f"resume=True finds its checkpoint by itself; leave out ckpt_path={str(ckpt_path)!r}, or "
+                             "resume")  # fmt: skip
         self.was_stopped = False
         handler = signal.getsignal(signal.SIGINT)
         with ExitStack() as lock:
@@ -159,9 +162,11 @@ class Trainer(L.Trainer):
         path, checkpoint = saved_runs.find(folder, "last"), None
         if path is not None:
             checkpoint, path = saved_runs.read_newest_whole(path)
+            saved_runs.require_optimizer(checkpoint, path)
             if self.is_global_zero:
                 saved_runs.announce(checkpoint, path, model, data)
         self.resumed = run.Run(folder, path)
+        self.loggers[0]._version = folder.name  # type: ignore[attr-defined]
         run.continue_folder(self.resumed, checkpoint, self)
         return path
 

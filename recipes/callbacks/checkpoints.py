@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -34,6 +34,8 @@ from rl_modules.loggers import adapters
 #: What a ModelCheckpoint knows of the best checkpoint.
 _BEST = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score",
          "best_at")  # fmt: skip
+#: Packages whose callbacks log no metrics of a user's.
+_PACKAGES = ("lightning", "recipes", "rl_modules")
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
 
@@ -119,6 +121,8 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._trainer is not None:
             self._forget_run()
+        if stage == "fit":
+            self.last_path = getattr(getattr(trainer, "resumed", None), "checkpoint", None)
         for callback in trainer.callbacks if stage == "fit" else ():  # type: ignore[attr-defined]
             require_metric(callback, trainer, pl_module)
         super().setup(trainer, pl_module, stage)
@@ -135,7 +139,7 @@ class Checkpoints(ModelCheckpoint):
 
     def _forget_run(self) -> None:
         """Resets folder and best checkpoint of an earlier run; a resumed run loads its best later."""
-        self.dirpath = self.last_path = self.best_model_score = self.current_score = None
+        self.dirpath = self.best_model_score = self.current_score = None
         self.best_at = self.evaluated_at = None
         self.best_model_path = self.kth_best_model_path = ""
         self.best_k_models = {}
@@ -373,8 +377,10 @@ def require_metric(callback: Any, trainer: Any, module: Any) -> None:
     selects = isinstance(callback, Checkpoints)
     if known is None or monitor is None or monitor in known or (selects and not callback._chosen):
         return
-    own = {type(x).__module__.partition(".")[0] for x in trainer.callbacks} <= {"lightning", "recipes", "rl_modules"}
-    is_of_training = monitor.startswith(("train/", "rollout/", "time/"))
+    own = not any(isinstance(x, LambdaCallback) or type(x).__module__.partition(".")[0] not in _PACKAGES
+                  for x in trainer.callbacks)  # fmt: skip
+    # Lightning's ModelCheckpoint knows the last two, its LearningRateMonitor logs the ones before.
+    is_of_training = monitor.startswith(("train/", "rollout/", "time/", "lr-")) or monitor in ("epoch", "step")
     if type(module).__module__.partition(".")[0] == "rl_modules" and (selects or (own and not is_of_training)):
         name = "checkpoint" if selects else type(callback).__name__
         raise UsageError(f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "

@@ -11,7 +11,7 @@ from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from recipes.run import LOGS, Run, run_name
-from recipes.saved_runs import NAMES, changed_at, find, newest_run, read, read_newest_whole
+from recipes.saved_runs import NAMES, changed_at, find, newest_run, read, read_newest_whole, require_optimizer
 from rl_modules.common.errors import UsageError
 
 #: The logger of a run that names none.
@@ -92,10 +92,8 @@ def find_checkpoint(
     else:
         checkpoint, taken = read_newest_whole(Path(given))
         config["ckpt_path"] = str(taken)
-    if command == "fit" and "optimizer_states" not in checkpoint:
-        raise UsageError(f"ckpt_path={str(given)!r} holds weights alone, as save_weights_only writes them, and no run "
-                         f"resumes from it; begin one with its weights: --model.init_from {given}, or for a language "
-                         "model `rl export`, then --model.model_name_or_path")  # fmt: skip
+    if command == "fit":
+        require_optimizer(checkpoint, given)
     return checkpoint, None if resumed is None else Run(resumed.folder, taken)
 
 

@@ -1,5 +1,6 @@
 """Three lines of Python leave and print what ``rl fit`` does."""
 
+import contextlib
 import logging
 import os
 import re
@@ -11,11 +12,18 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
 
 from datamodules import RolloutDataModule
 from recipes import Trainer
 from recipes.callbacks import curves
+from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import main
 from recipes.run import LOCK
 from rl_modules import PPO
@@ -183,8 +191,57 @@ def test_a_stopped_fit_that_resumes_equals_one_that_never_stopped(here, capsys):
 
 
 def test_resume_needs_the_loggers_that_trainer_makes(here):
-    with pytest.raises(UsageError, match="resume=True"):
-        Trainer(accelerator="cpu", resume=True, logger=False)
+    for arguments in ({"logger": False}, {"fast_dev_run": True}, {"barebones": True}):
+        with pytest.raises(UsageError, match=f"resume=True.*{next(iter(arguments))}"):
+            Trainer(accelerator="cpu", resume=True, **arguments)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_run_with_the_users_model_checkpoint_resumes_in_its_folder_with_its_curves(here, is_last):
+    for total in (512, 1024):
+        arguments = {**SMALL, "total_timesteps": total}
+        trainer = Trainer(accelerator="cpu", resume=True, callbacks=[ModelCheckpoint(save_last=is_last)])
+        trainer.fit(PPO(log_every=1), RolloutDataModule("CartPole-v1", **arguments))
+    [folder] = here.glob("logs/PPO-CartPole-v1/version_*")
+    # The first run may have written the point of its last step after the checkpoint.
+    assert {step for step, _ in curves.points(folder)["train/value_loss"]} == {256, 512, 768, 1024}
+
+
+def test_resume_says_that_a_checkpoint_holds_weights_alone(here):
+    arguments = {**SMALL, "total_timesteps": 512}
+    for resume in (False, True):
+        trainer = Trainer(accelerator="cpu", resume=resume,
+                          callbacks=[ModelCheckpoint(save_last=True, save_weights_only=True)])  # fmt: skip
+        refused = pytest.raises(UsageError, match="weights alone") if resume else contextlib.nullcontext()
+        with refused:
+            trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **arguments))
+
+
+def test_resume_and_a_checkpoint_are_one_too_many(here):
+    with pytest.raises(UsageError, match="leave out ckpt_path='one.ckpt', or resume"):
+        Trainer(accelerator="cpu", resume=True).fit(PPO(), RolloutDataModule("CartPole-v1"), ckpt_path="one.ckpt")
+
+
+def test_a_complete_run_that_the_same_trainer_resumes_names_its_checkpoint(here, capsys):
+    trainer = Trainer(accelerator="cpu", resume=True)
+    for _ in range(2):
+        trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **{**SMALL, "total_timesteps": 256}))
+    assert (
+        re.findall("last checkpoint +(.*)", capsys.readouterr().out)
+        == ["logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt"] * 2
+    )
+
+
+@pytest.mark.parametrize(("monitor", "other"), [
+    ("step", LearningRateMonitor()),
+    ("lr-FusedAdam", LearningRateMonitor()),
+    ("mine", LambdaCallback(on_validation_epoch_end=lambda trainer, module: module.log("mine", 1.0))),
+])  # fmt: skip
+def test_what_lightnings_callbacks_log_may_be_monitored(here, monitor, other):
+    callbacks = [ModelCheckpoint(monitor=monitor, dirpath="own"), other, Checkpoints()]
+    data = RolloutDataModule("CartPole-v1", **{**SMALL, "total_timesteps": 512})
+    Trainer(accelerator="cpu", evaluate=False, callbacks=callbacks).fit(PPO(), data)
+    assert list(here.glob("own/*.ckpt"))
 
 
 def test_a_run_that_another_process_trains_is_not_resumed(here):
