@@ -225,7 +225,8 @@ def language_rows(model: Any, data: Any, final: dict[str, float], steps: int, se
         shown = [f"{name} {latest[name]:.4g}" for name in METRICS if name in latest][:3]
         shown.append("of the last steps (no held-out records to evaluate on)" if shown else "no held-out records")
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown)}
-    began_step, began_tokens = model.run.began_at
+    has_trained = model.run.has_begun or model.run.reached
+    began_step, began_tokens = model.run.began_at if has_trained else (steps, model.num_tokens)
     rows["optimizer steps"] = done(steps - began_step, steps, f" in {seconds:.1f} s")
     if tokens := model.num_tokens - began_tokens:
         pace = f", {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"

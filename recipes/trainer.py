@@ -99,6 +99,8 @@ class Trainer(L.Trainer):
         with ExitStack() as lock:
             made, found = self._begin(model, data, lock)
             began_s = time.monotonic()
+            if (own := getattr(model, "run", None)) is not None:
+                own.has_begun = False  # of an earlier fit
             try:
                 super().fit(given_model, train_dataloaders, val_dataloaders, datamodule, found or ckpt_path,
                             weights_only)  # fmt: skip

@@ -20,13 +20,13 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 
-from datamodules import RolloutDataModule
+from datamodules import InstructionDataModule, RolloutDataModule
 from recipes import Trainer
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import main
 from recipes.run import LOCK
-from rl_modules import PPO
+from rl_modules import PPO, SFT
 from rl_modules.common.errors import UsageError
 from tests import chaos
 
@@ -230,6 +230,23 @@ def test_a_complete_run_that_the_same_trainer_resumes_names_its_checkpoint(here,
         re.findall("last checkpoint +(.*)", capsys.readouterr().out)
         == ["logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt"] * 2
     )
+
+
+def test_a_complete_language_run_that_resumes_says_so(here, capsys):
+    for _ in range(2):
+        data = InstructionDataModule(task="addition", batch_size=4, n_eval=4)
+        Trainer(accelerator="cpu", resume=True, max_steps=2).fit(SFT(max_completion_length=8), data)
+    assert re.findall(r"optimizer steps +(2.*)", capsys.readouterr().out)[1:] == [
+        "2, all before this process: the run was complete"
+    ]
+
+
+def test_a_refused_second_fit_of_a_model_leaves_no_run(here):
+    trainer, model = Trainer(accelerator="cpu", evaluate=False), PPO()
+    trainer.fit(model, RolloutDataModule("CartPole-v1", **{**SMALL, "total_timesteps": 256}))
+    with pytest.raises(UsageError, match="observation_space"):
+        trainer.fit(model, RolloutDataModule("Pendulum-v1", **SMALL))
+    assert [path.parent.name for path in here.glob("logs/*/version_*")] == ["PPO-CartPole-v1"]
 
 
 @pytest.mark.parametrize(("monitor", "other"), [
