@@ -97,6 +97,7 @@ class Trainer(L.Trainer):
         self.was_stopped = False
         handler = signal.getsignal(signal.SIGINT)
         with ExitStack() as lock:
+            lock.callback(wait_for, "")  # a refused run leaves no spinner
             made, found = self._begin(model, data, lock)
             began_s = time.monotonic()
             if (own := getattr(model, "run", None)) is not None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
+    EarlyStopping,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -239,6 +240,15 @@ def test_a_complete_language_run_that_resumes_says_so(here, capsys):
     assert re.findall(r"optimizer steps +(2.*)", capsys.readouterr().out)[1:] == [
         "2, all before this process: the run was complete"
     ]
+
+
+def test_a_refused_run_ends_the_spinner(here, monkeypatch):
+    shown = []
+    monkeypatch.setattr("recipes.trainer.wait_for", shown.append)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(UsageError, match="no metric"):
+        Trainer(accelerator="cpu", callbacks=[EarlyStopping("nonsense")]).fit(PPO(), RolloutDataModule("CartPole-v1"))
+    assert shown == ["preparing the first step", ""]
 
 
 def test_a_refused_second_fit_of_a_model_leaves_no_run(here):
