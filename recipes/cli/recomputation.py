@@ -63,7 +63,8 @@ def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
 def checkpoints_of(run: Path) -> list[Saved]:
     """Returns a run's checkpoints in order, those of one moment once, without ``best.ckpt``, of an evaluation."""
     if not (run / "config.yaml").exists():
-        raise UsageError(f"{run} has no config.yaml; give the folder of a run, as logs/PPO-CartPole-v1/version_0")
+        raise UsageError(f"{run} has no config.yaml; give the folder of a run of `rl fit`, as "
+                         "logs/PPO-CartPole-v1/version_0; a run of recipes.Trainer records no config")  # fmt: skip
     found: dict[tuple[int, int, int], Saved] = {}
     for path in sorted((run / "checkpoints").glob("*.ckpt")):
         if path.name in ("best.ckpt", "next.ckpt"):

@@ -194,7 +194,7 @@ def test_the_console_has_the_model_from_before_the_update(run: Any, monkeypatch:
     ("arguments", "sentence"),
     [
         (["replay", "{run}", "--step", "99999"], "step=99999 is after the run's last checkpoint"),
-        (["replay", "nowhere", "--step", "1"], "nowhere has no config.yaml; give the folder of a run"),
+        (["replay", "nowhere", "--step", "1"], "nowhere has no config.yaml; give the folder of a run of `rl fit`"),
         (["replay", "{run}"], "the following arguments are required: --step"),
         (["verify", "{run}", "--from", "best"], "from='best' is no checkpoint before"),
     ],
