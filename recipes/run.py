@@ -134,10 +134,12 @@ def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -
     if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
         for logger in _unnumbered(trainer):
             logger._version = run.folder.name
-    for logger in trainer.loggers:
-        # Another callback's checkpoint does not know how long the curves were.
-        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and (checkpoint is None or written):
-            curves.cut(Path(logger.log_dir), written.get("curves", {}))
+    files = [file for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero
+             for file in Path(logger.log_dir).glob(curves.PATTERN)]  # fmt: skip
+    if checkpoint is None:
+        curves.cut(files, {})
+    elif (checkpoints := Checkpoints.of(trainer)) is not None:
+        checkpoints.to_cut = files
     own = adapters(trainer)
     positions = written.get("loggers", [])
     for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):

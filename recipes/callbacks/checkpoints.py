@@ -94,6 +94,8 @@ class Checkpoints(ModelCheckpoint):
         #: Where on the curves' axis the best and the last evaluation were; None: there was none.
         self.best_at: int | None = None
         self.evaluated_at: int | None = None
+        #: Event files of a run that resumes, which end where the checkpoint was written once it has been accepted.
+        self.to_cut: list[Path] = []
         self.requests = StopRequests()
         #: Prints lines where there is no terminal; the command line sets it.
         self.progress: ProgressLines | None = None
@@ -335,6 +337,9 @@ class Checkpoints(ModelCheckpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Lightning loads module and datamodule before: what they refuse costs the run none of its curves.
+        curves.cut(self.to_cut, state_dict["curves"])
+        self.to_cut = []
         self._saved_settings = state_dict["settings"]
         self.evaluated_at = state_dict.get("evaluated_at")
         best = os.path.join(str(self.dirpath), "best.ckpt")

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from collections.abc import Iterable
 from enum import Enum
 from operator import itemgetter
 from pathlib import Path
@@ -27,9 +28,9 @@ def lengths(trainer: L.Trainer) -> dict[str, int]:
     return found
 
 
-def cut(folder: Path, kept: dict[str, int]) -> None:
+def cut(files: Iterable[Path], kept: dict[str, int]) -> None:
     """Removes what was logged after a checkpoint from a run's event files."""
-    for path in folder.glob(PATTERN):
+    for path in files:
         if path.name not in kept:
             path.unlink()
         elif path.stat().st_size != (size := _whole_records(path, kept[path.name])):

@@ -271,6 +271,20 @@ def test_what_lightnings_callbacks_log_may_be_monitored(here, monitor, other):
     assert list(here.glob("own/*.ckpt"))
 
 
+@pytest.mark.long
+def test_a_refused_resume_leaves_the_curves_of_the_complete_run(here):
+    def fit(**changed):
+        Trainer(accelerator="cpu", resume=True).fit(PPO(), RolloutDataModule("CartPole-v1", **{**SMALL, **changed}))
+
+    fit()
+    (folder,) = here.glob("logs/*/version_0")
+    before = curves.points(folder)
+    assert "test/mean_reward" in before
+    with pytest.raises(UsageError, match="n_envs"):
+        fit(n_envs=4, total_timesteps=4096)
+    assert curves.points(folder) == before
+
+
 def test_a_run_that_another_process_trains_is_not_resumed(here):
     arguments = {**SMALL, "total_timesteps": 256}
     Trainer(accelerator="cpu", evaluate=False).fit(PPO(), RolloutDataModule("CartPole-v1", **arguments))
