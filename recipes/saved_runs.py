@@ -1,4 +1,4 @@
-"""The runs in a folder, and the checkpoint from which one goes on: the newest whole one."""
+"""Finds the newest run in a folder, and reads the newest whole checkpoint of a run."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from rl_modules.loggers import FILLED_IN
 
 #: Names of a run's checkpoints.
 NAMES = ("last", "previous", "best")
-#: What a run needs of a checkpoint to go on from it.
+#: Parts of a checkpoint without which no run resumes.
 RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 
 
@@ -38,12 +38,11 @@ def find(folder: Path, name: str) -> Path | None:
     if name != "last":
         path = folder / "checkpoints" / f"{name}.ckpt"
         return path if path.exists() else None
-    candidates = [folder / "checkpoints" / "last.ckpt", *folder.glob("hpc_ckpt_*.ckpt")]
-    known = {folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "next")}
-    found = [path for path in candidates if path.exists()] or [
-        path for path in [folder / "checkpoints" / "previous.ckpt"] if path.exists()
-    ] or [path for path in folder.glob("checkpoints/*.ckpt") if path not in known]  # fmt: skip
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    written = list(folder.glob("checkpoints/*.ckpt"))
+    last = [path for path in written if path.name == "last.ckpt"] + list(folder.glob("hpc_ckpt_*.ckpt"))
+    previous = [path for path in written if path.name == "previous.ckpt"]
+    others = [path for path in written if path.name not in ("best.ckpt", "next.ckpt")]
+    return max(last or previous or others, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read(path: Path) -> dict[str, Any]:

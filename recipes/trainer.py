@@ -138,8 +138,10 @@ class Trainer(L.Trainer):
             self.resumed = None
         if self._makes_logger:
             runs = Path(self._given_root_dir) / run.LOGS
-            self.loggers = [TensorBoardLogger(runs, name=name, default_hp_metric=False)]
-            if self.resumes and (newest := saved_runs.newest_run(runs / name)) is not None:
+            newest = saved_runs.newest_run(runs / name) if self.resumes else None
+            version = None if newest is None else newest.name
+            self.loggers = [TensorBoardLogger(runs, name=name, version=version, default_hp_metric=False)]
+            if newest is not None:
                 found = self._resume(newest, model, data, lock)
         self._default_root_dir = self._given_root_dir
         made, folder = run.begin(self, name, self.resumed)
@@ -169,7 +171,6 @@ class Trainer(L.Trainer):
             if self.is_global_zero:
                 saved_runs.announce(checkpoint, path, model, data)
         self.resumed = run.Run(folder, path)
-        self.loggers[0]._version = folder.name  # type: ignore[attr-defined]
         run.continue_folder(self.resumed, checkpoint, self)
         return path
 

@@ -334,8 +334,7 @@ class ControlModule(Algorithm):
             generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
             self.run.predict_generator = generator
         with evaluation_mode(self.modules()):
-            remember: Any = getattr(self, "memory_arguments", None)  # of a recurrent policy
-            memory = {} if remember is None else remember(n, state, episode_start)
+            memory = self.memory_arguments(n, state, episode_start)
             acted = self.act(tensors, generator=generator, deterministic=deterministic, **memory)
         if "next_state" in acted:
             state = acted["next_state"].cpu().numpy()
@@ -354,6 +353,10 @@ class ControlModule(Algorithm):
             yield
         finally:
             self.run.predict_generator = kept
+
+    def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
+        """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
+        return {}
 
     # ---------------------------------------------------------------- curves
 

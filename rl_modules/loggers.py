@@ -133,7 +133,7 @@ class CSVAdapter(LoggerAdapter):
         copy.unlink(missing_ok=True)
 
     def _keep_whole(self) -> None:
-        """Lightning 2.6 empties the file before it writes a new column, and a kill then would lose the curves."""
+        """Replaces the file in one step: Lightning 2.6 empties it to add a column, and a kill would lose the curves."""
         self.logger.experiment._rewrite_with_new_header = lambda columns: _rewrite(self._metrics, columns)
 
     @property

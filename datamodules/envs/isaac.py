@@ -59,7 +59,7 @@ class IsaacVector(VectorEnv):
         if options is None or "reset_mask" not in options:
             self._now = self.env.reset(seed=None if seed is None else int(np.ravel(seed)[0]))[0]
         else:
-            # The simulator observes all environments anew: others than those asked for keep what they have.
+            # A reset of some environments returns new observations of all; only the rows of those are taken.
             mask, before = options["reset_mask"], tree_map(torch.clone, self._now)
             after = self.env.unwrapped.reset(env_ids=mask.nonzero().flatten())[0]
             self._now = tree_map(lambda x, y: torch.where(mask.reshape(-1, *[1] * (x.dim() - 1)), x, y), after, before)

@@ -123,10 +123,12 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._trainer is not None:
             self._forget_run()
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
-            self.last_path = getattr(getattr(trainer, "resumed", None), "checkpoint", None)
-        for callback in trainer.callbacks if stage == "fit" else ():  # type: ignore[attr-defined]
-            require_metric(callback, trainer, pl_module)
+            resumed = getattr(trainer, "resumed", None)  # Lightning's own Trainer resumes in no folder
+            self.last_path = None if resumed is None else resumed.checkpoint
+            for callback in callbacks:
+                require_metric(callback, callbacks, pl_module)
         super().setup(trainer, pl_module, stage)
         end_at_sigterm(trainer)
         self._trainer = trainer
@@ -134,7 +136,6 @@ class Checkpoints(ModelCheckpoint):
         if own is not None and not self._chosen and stage == "fit":
             self.monitor, self.mode = own
             self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A FiniteCheck among the user's callbacks replaces this one.
         self._finite = None if any(isinstance(other, FiniteCheck) for other in callbacks) else FiniteCheck()
         AtomicCheckpointIO.install(trainer)
@@ -376,17 +377,18 @@ def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
 
 
-def require_metric(callback: Any, trainer: Any, module: Any) -> None:
-    """Refuses a metric that the algorithm never logs; custom classes, and with other callbacks theirs, may log any."""
+def require_metric(callback: Any, callbacks: list[L.Callback], module: Any) -> None:
+    """Refuses a metric that the algorithm never logs; a user's module and a user's callbacks may log any."""
     known, monitor = getattr(module, "evaluation_metrics", None), getattr(callback, "monitor", None)
     selects = isinstance(callback, Checkpoints)
     if known is None or monitor is None or monitor in known or (selects and not callback._chosen):
         return
-    own = not any(isinstance(x, LambdaCallback) or type(x).__module__.partition(".")[0] not in _PACKAGES
-                  for x in trainer.callbacks)  # fmt: skip
+    is_users = type(module).__module__.partition(".")[0] != "rl_modules" or any(
+        isinstance(x, LambdaCallback) or type(x).__module__.partition(".")[0] not in _PACKAGES for x in callbacks
+    )
     # Lightning's ModelCheckpoint knows the last two, its LearningRateMonitor logs the ones before.
     is_of_training = monitor.startswith(("train/", "rollout/", "time/", "lr-")) or monitor in ("epoch", "step")
-    if type(module).__module__.partition(".")[0] == "rl_modules" and (selects or (own and not is_of_training)):
+    if not is_users and (selects or not is_of_training):
         name = "checkpoint" if selects else type(callback).__name__
         raise UsageError(f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
                          f"{', '.join(known)}{did_you_mean(monitor, known)}")  # fmt: skip

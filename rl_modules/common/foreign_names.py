@@ -85,7 +85,7 @@ INSTEAD = {
     "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "
                           "tokenizer_name_or_path names, or in Python set chat_template of the tokenizer given there",
 }  # fmt: skip
-#: Where the arguments of others than a class's go, by the name of its base.
+#: Advice for an argument that another object takes, by the base of the class that was given it.
 ELSEWHERE = {
     "ControlModule": "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), "
                      "devices and loggers to the Trainer",

@@ -20,8 +20,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
 #: Framed hooks after which ``_after_<hook>`` runs. It writes the points of the curves with what the hook has recorded.
 AFTER = ("on_train_batch_end", "on_train_epoch_end")
-#: Objects, by their ids, and parts of hooks that are running.
-_RUNNING: set[tuple[int, str]] = set()
 
 
 class OfRun(L.Callback):
@@ -69,16 +67,17 @@ def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..
 
     @functools.wraps(hook)
     def frame(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (key := (id(self), part)) in _RUNNING:
+        running = self.__dict__.setdefault("_hooks_running", set())
+        if part in running:
             hook(self, *args, **kwargs)
             return
-        _RUNNING.add(key)
+        running.add(part)
         try:
             if is_first:
                 getattr(self, part)(*args, **kwargs)
             hook(self, *args, **kwargs)
         finally:
-            _RUNNING.remove(key)
+            running.remove(part)
         if not is_first:
             getattr(self, part)()
 

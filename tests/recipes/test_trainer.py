@@ -191,6 +191,20 @@ def test_a_stopped_fit_that_resumes_equals_one_that_never_stopped(here, capsys):
     assert chaos.compare(here / "whole", here / "cut") == []
 
 
+@pytest.mark.long
+def test_checkpoints_may_monitor_what_a_callback_of_the_users_logs(here):
+    class Logs(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            trainer.callback_metrics["mine/score"] = torch.tensor(float(trainer.global_step))
+
+    data = RolloutDataModule("CartPole-v1", **SMALL)
+    with pytest.raises(UsageError, match="mine/score"):
+        Trainer(accelerator="cpu", callbacks=[Checkpoints(monitor="mine/score")]).fit(PPO(), data)
+    trainer = Trainer(accelerator="cpu", evaluate=False, callbacks=[Logs(), Checkpoints(monitor="mine/score")])
+    trainer.fit(PPO(), data)
+    assert float(trainer.checkpoint_callback.best_model_score) == trainer.global_step
+
+
 def test_resume_needs_the_loggers_that_trainer_makes(here):
     for arguments in ({"logger": False}, {"fast_dev_run": True}, {"barebones": True}):
         with pytest.raises(UsageError, match=f"resume=True.*{next(iter(arguments))}"):

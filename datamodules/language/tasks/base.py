@@ -70,11 +70,11 @@ class Task:
 
     def questions(self) -> Iterator[Question]:
         """Yields every question once, in a fixed order. Required if ``size`` is set."""
-        raise NotImplementedError(f"{type(self).__name__} sets size, so it needs questions()")
+        raise UsageError(f"{type(self).__name__} sets size, so it needs questions()")
 
     def draw(self, rng: random.Random) -> Question:
         """Draws one question at random. Required if ``size`` is None or above 100,000."""
-        raise NotImplementedError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
+        raise UsageError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
 
     def key(self, question: Question) -> str:
         """Returns the key that decides the split: questions with equal keys are together. By default the question."""
@@ -88,7 +88,7 @@ class Task:
             question: its fields.
             rng: generator for random demonstrations.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs solve(question, rng)")
+        raise UsageError(f"{type(self).__name__} needs solve(question, rng)")
 
     def reasoning(self, question: Question, columns: Record) -> str:
         """Returns the thoughts of a demonstration under ``think_format``."""
