@@ -10,7 +10,7 @@ from torch import Tensor
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode, tree_map
+from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.core.resume import count_step
 from rl_modules.fast.updates import NUMBERS, Recorded
 
@@ -39,6 +39,8 @@ class RecordedIteration(Recorded):
         size = data.n_envs * data.n_steps
         is_whole = data.batch_size == size
         self.orders = None if is_whole else torch.zeros((data.n_epochs, size), dtype=torch.int64, device=device)
+        #: Where every recording leaves the rollout, for those that read it after the updates.
+        self.fields: Any = None
         self._write_episodes()
 
     def _check(self) -> None:
@@ -102,7 +104,11 @@ class RecordedIteration(Recorded):
                 prepared = prepared_by(self.collector, learner, self.collect())
         finally:
             state.update(numbers)
-        data._fields = fields = tree_map(lambda x: x.flatten(0, 1), prepared)
+        fields = tree_map(lambda x: x.flatten(0, 1), prepared)
+        if self.fields is None:
+            self.fields = tree_map(torch.clone, fields)
+        torch._foreach_copy_(tree_leaves(self.fields), tree_leaves(fields))
+        data._fields = fields = self.fields
         per_pass, index = data.n_envs * data.n_steps // data.batch_size, 0
         for epoch in range(data.n_epochs):
             order = None if self.orders is None else self.orders[epoch]

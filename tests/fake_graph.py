@@ -3,6 +3,9 @@
 Like a CUDA graph it holds addresses and none of the Python code: what a function leaves in new tensors instead of the
 old ones, and every number that Python computes, stays as it was recorded. Unlike one it runs while it records, so that
 :meth:`Tape.capture` puts back all tensors that it has changed, and the generators.
+
+Tapes that share a pool share its memory, as CUDA graphs do: what a later one has made may lie where an earlier one
+computes, so that a replay of the earlier one spoils it.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +25,9 @@ class Tape:
     replayed: int = 0
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator], pool: Any = None) -> None:
-        self.generators, self.pool = list(generators), pool or object()
+        #: Of all tapes of the memory, in the order in which they were recorded, the tensors that each has made.
+        self.pool: list[list[torch.Tensor]] = [] if pool is None else pool
+        self.generators = list(generators)
         self._rows: list[tuple[Any, Any, Any, Any]] = []
         Tape.made += 1
 
@@ -40,10 +45,17 @@ class Tape:
                 storage.copy_(before)
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
+        self._own = [x for *_, results in self._rows for x in tree_flatten(results)[0]
+                     if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in recorder.own]  # fmt: skip
+        self.pool.append(self._own)
 
     def replay(self) -> None:
         Tape.replayed += 1
+        place = next(i for i, own in enumerate(self.pool) if own is self._own)
         with torch.no_grad():
+            for own in self.pool[place + 1 :]:
+                for x in own:
+                    x.untyped_storage().fill_(0 if x.dtype == torch.bool else 255)
             for func, args, kwargs, results in self._rows:
                 new = func(*args, **kwargs)
                 for old, made in zip(tree_flatten(results)[0], tree_flatten(new)[0], strict=True):
@@ -62,7 +74,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.rows = rows
         self.before: dict[int, tuple[Any, Any]] = {}
-        self._own: set[int] = set()
+        self.own: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,11 +82,11 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             for x in given:
                 key = x.untyped_storage().data_ptr()
-                if key not in self._own and key not in self.before:
+                if key not in self.own and key not in self.before:
                     self.before[key] = x.untyped_storage(), x.untyped_storage().clone()
         results = func(*args, **kwargs)
         known = {x.untyped_storage().data_ptr() for x in given}
-        self._own |= {x.untyped_storage().data_ptr() for x in tree_flatten(results)[0] if isinstance(x, torch.Tensor)
+        self.own |= {x.untyped_storage().data_ptr() for x in tree_flatten(results)[0] if isinstance(x, torch.Tensor)
                       and x.untyped_storage().data_ptr() not in known}  # fmt: skip
         # Without their history, whose version counts a replay would break.
         kept_args, kept_kwargs, kept = tree_map(

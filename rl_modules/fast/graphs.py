@@ -5,6 +5,7 @@ that it reads and changes must stay where they are, Python's branches and number
 nothing may be read back to the host. :class:`Recordable` checks the last at a function's first call, on every device.
 """
 
+import functools
 import linecache
 import traceback
 from collections.abc import Callable, Hashable, Iterable
@@ -41,8 +42,8 @@ class CudaGraph:
 
     @staticmethod
     def warm_up(run: Callable[[], None]) -> None:
-        """Calls the function on another stream, as CUDA wants it before a recording."""
-        stream = torch.cuda.Stream()
+        """Calls the function on the stream of recordings, as CUDA wants it before one."""
+        stream = _side_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
@@ -52,8 +53,9 @@ class CudaGraph:
         """Records the kernels of the function, which are not run."""
         current = torch.cuda.current_stream()
         try:
+            stream = _side_stream(torch.cuda.current_device())
             # Other threads may meanwhile pin memory for a loader.
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         finally:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
@@ -66,6 +68,12 @@ class CudaGraph:
     def pool(self) -> Any:
         """The memory that the recording holds."""
         return self._graph.pool()
+
+
+@functools.cache
+def _side_stream(device: int) -> Any:
+    """A device's stream of warm-ups and recordings: cuBLAS keeps a workspace for each, 32 MiB on an H100."""
+    return torch.cuda.Stream(device)
 
 
 #: What records on a kind of device; functions on others are called.

@@ -1,5 +1,6 @@
 """An update as one function that can be recorded: loss, gradients, clipping, the optimizer's step."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.schedules import parse_schedule
-from rl_modules.core.curves import Means
+from rl_modules.core.curves import REDUCTIONS, Means
 from rl_modules.core.resume import count_step
 from rl_modules.core.state import declared
 from rl_modules.fast import is_recording
@@ -21,6 +22,9 @@ NUMBERS = ("exploration_rate",)
 #: Attributes in which an update leaves tensors for metrics and for prioritised replay.
 LEFT = ("grad_norm", "td_error")
 
+#: Reductions of nothing.
+EMPTY = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+
 
 class MeansInPlace(Means):
     """Sums in tensors that stay where they are, to which a replay adds.
@@ -29,10 +33,16 @@ class MeansInPlace(Means):
     first call is checked as a recording, the later ones add to them too.
     """
 
-    def __init__(self, totals: dict[tuple[str, ...], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        totals: dict[tuple[str, ...], Tensor] | None = None,
+        extremes: dict[tuple[str, str], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         # Sums by names, and how often they were added to.
         self._totals = {} if totals is None else totals
+        # By name and reduction.
+        self._extremes = {} if extremes is None else extremes
 
     def add(self, values: Any, weight: Tensor | None = None) -> None:
         device = next((x.device for x in values.values() if isinstance(x, Tensor)), None)
@@ -51,8 +61,22 @@ class MeansInPlace(Means):
             self._totals[names] = torch.zeros(len(numbers), dtype=dtype, device=device)
         self._totals[names].add_(torch.stack(numbers))
 
+    def reduce(self, name: str, value: Tensor | float, how: str) -> None:
+        if not isinstance(value, Tensor) or not (is_recording() or value.is_cpu):
+            super().reduce(name, value, how)
+            return
+        value = value.detach().float().reshape(())
+        if (name, how) not in self._extremes:
+            self._extremes[name, how] = torch.full_like(value, EMPTY[how])
+        place = self._extremes[name, how]
+        place.copy_(REDUCTIONS[how](place, value))
+
     def _read(self) -> None:
         """Moves the sums to the host."""
+        for (name, how), place in self._extremes.items():
+            if how == "sum" or place != EMPTY[how]:
+                super().reduce(name, place.clone(), how)
+            place.fill_(EMPTY[how])
         for names, total in self._totals.items():
             *sums, count = total.tolist()
             for name, value in zip(names, sums, strict=True) if count else ():
@@ -62,7 +86,7 @@ class MeansInPlace(Means):
 
     def begun_anew(self) -> "MeansInPlace":
         self._read()
-        return MeansInPlace(self._totals)
+        return MeansInPlace(self._totals, self._extremes)
 
     def means(self, trainer: Any = None) -> dict[str, float]:
         self._read()
@@ -81,6 +105,7 @@ def prepare_optimizers(optimizers: list[torch.optim.Optimizer], device: torch.de
             if "capturable" in group:
                 group["capturable"] = True
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
+        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # a check runs uncaptured
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(device, torch.float32)

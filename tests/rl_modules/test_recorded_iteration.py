@@ -116,6 +116,44 @@ def test_a_run_resumes_exactly(records, monkeypatch, tmp_path):
         assert torch.equal(x, again[0].lightning_module.state_dict()[name]), name
 
 
+class Alternates(PPO):
+    """Has two recordings, which take turns, and reads each rollout after its updates."""
+
+    def recording_key(self) -> tuple[Any, ...]:
+        return (*super().recording_key(), self.source.num_timesteps // 128 % 2)
+
+    def end_rollout(self, rollout: Any) -> None:
+        self.record_now(last_return=rollout["returns"].mean())
+
+
+def test_each_recording_leaves_its_rollout(monkeypatch):
+    arguments = {"n_steps": 16, "batch_size": 64, "n_epochs": 2, "rollouts_per_epoch": 1}
+    eager = train(Alternates(), "torch/CartPole-v1", **arguments)
+    tapes = use_tapes(monkeypatch)
+    assert_same(eager, train(Alternates(graph=True), "torch/CartPole-v1", **arguments))
+    assert (tapes.made, tapes.replayed) == (2, 6)
+
+
+class Extremes(PPO):
+    """Draws more than means."""
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        self.log("highest", value.max(), reduce_fx="max")
+        self.log("lowest", value.min(), reduce_fx=torch.min)
+        self.log("sum", value.mean(), reduce_fx="sum")
+        return super().value_loss(value, batch)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_what_is_logged_as_an_extreme_or_a_sum_counts_in_every_update(records, monkeypatch):
+    arguments = {"n_steps": 16, "batch_size": 64, "n_epochs": 2, "rollouts_per_epoch": 4}
+    eager = train(Extremes(), "torch/CartPole-v1", **arguments)
+    assert {"highest", "lowest", "sum"} <= set(eager[1][-1][1])
+    if records:
+        use_tapes(monkeypatch)
+    assert_same(eager, train(Extremes(graph=True), "torch/CartPole-v1", **arguments))
+
+
 class WithOwnLoss(PPO):
     """A loss in Huber's form, a metric and an entropy bonus of the user's."""
 

@@ -4,6 +4,7 @@ Without a CUDA device a replay calls the step. The fake capture below is stricte
 tensor that a step reads and did not make itself, and a replay that reads another one fails, as a CUDA graph would.
 """
 
+import functools
 import gc
 import logging
 import weakref
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 from benchmarks import gpu_cases
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
+from rl_modules.fast import graphs as recordings
 from rl_modules.language.fast import graphs, grouped_attention, held_graphs
 from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
@@ -466,27 +468,32 @@ class FakeCuda:
                     raise RuntimeError("operation not permitted")  # before the stream is restored, as torch does
 
         calls = {
-            "device": lambda device: Context("device"), "Stream": Stream, "stream": lambda stream: Context("side"),
+            "device": lambda device: Context("device"), "stream": lambda stream: Context("side"),
+            "Stream": lambda device: owner.log.append("new stream") or Stream(), "current_device": lambda: 0,
             "current_stream": Stream, "synchronize": lambda device: owner.log.append("synchronize"),
             "empty_cache": lambda: None, "mem_get_info": lambda device: (owner.free, 2000),
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: owner.log.append("replay")),
-            "graph": lambda graph, pool, capture_error_mode: Context("capture"),
+            "graph": lambda graph, pool, stream, capture_error_mode: Context("capture"),
             "set_stream": lambda stream: owner.log.append("restore the stream"),
         }  # fmt: skip
         for name, call in calls.items():
             monkeypatch.setattr(torch.cuda, name, call)
+        monkeypatch.setattr(recordings, "_side_stream", functools.cache(recordings._side_stream.__wrapped__))
 
 
 def test_a_capture_runs_the_step_once_before_and_once_inside(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     graph = graphs.Graph(lambda: cuda.log.append("step"), torch.device("cuda"))
     assert cuda.log == [
-        "enter device", "other waits", "enter side", "step", "leave side", "other waits", "synchronize",
+        "enter device", "new stream", "other waits", "enter side", "step", "leave side", "other waits", "synchronize",
         "enter capture", "step", "leave capture", "restore the stream", "synchronize", "leave device",
     ]  # fmt: skip
     assert graph.size == 100
     graph.replay()
     assert cuda.log[-1] == "replay" and cuda.log.count("step") == 2
+    for _ in range(3):
+        graphs.Graph(lambda: cuda.log.append("step"), torch.device("cuda"))
+    assert cuda.log.count("new stream") == 1  # each has a workspace of cuBLAS
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
