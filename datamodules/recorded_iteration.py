@@ -24,7 +24,7 @@ class RecordedIteration(Recorded):
         self.envs = torch_env(collector.envs)
         self._check()
         self.device = device = module.device
-        if collector.generator is None:
+        if collector.generator is None or collector.generator.device.type != device.type:
             collector.generator = torch.Generator(device).manual_seed(collector.generator_seed)
         if collector.is_fresh:
             self.envs.reset(seed=collector.streams[0])

@@ -1,5 +1,6 @@
 """What a checkpoint holds of a run, written and read: the declared state of its algorithm and its ranks."""
 
+import zlib
 from collections import deque
 from typing import Any
 
@@ -108,9 +109,11 @@ def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
     if is_array:
         return saved[ARRAY].numpy().copy()
     if isinstance(saved, dict) and GENERATOR in saved:
-        on = torch.device(device)
-        generator = Generator(on if on.type == saved["device"] else saved["device"])
-        generator.set_state(saved[GENERATOR].cpu())
+        on, state = torch.device(device), saved[GENERATOR].cpu()
+        if saved["device"] not in ("cpu", on.type):  # of a GPU, where there is none: seed and place of its stream
+            return Generator(on).manual_seed(zlib.crc32(state.numpy().tobytes()))
+        generator = Generator(on if on.type == saved["device"] else "cpu")
+        generator.set_state(state)
         return generator
     if isinstance(saved, dict):
         known = here if isinstance(here, dict) else {}

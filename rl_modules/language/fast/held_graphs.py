@@ -134,14 +134,18 @@ _SHARE = 0.4
 
 
 def rows_that_fit(model: Any, longest: int, synced_gpus: bool) -> int:
-    """Rows of so many tokens that the free memory has room for, on every rank of sharded weights as many."""
+    """Rows of so many tokens that the free memory has room for, on every rank of sharded weights as many.
+
+    A power of two or its half above it: free memory differs by a little each time, and graphs are for a number of rows.
+    """
     device = _device(model)
     count = max(1, int(_SHARE * (free_memory(device) + held_bytes(model))) // row_bytes(model, longest))
     if synced_gpus:
         least = torch.tensor(count, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
         count = int(least)
-    return count
+    power = 1 << count.bit_length() - 1
+    return max(power, power * 3 // 2 * (count >= power * 3 // 2))
 
 
 def row_bytes(model: Any, length: int) -> int:

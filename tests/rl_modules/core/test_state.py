@@ -53,6 +53,17 @@ def used() -> Run:
     return run
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's stream goes on there")
+def test_a_generator_of_a_gpu_becomes_one_of_the_cpu_that_repeats_nothing() -> None:
+    drawn = []
+    for place in (0, 0, 4):  # a state of CUDA's: the seed, and how far its stream is
+        run, state = Run(2), used().state_dict()
+        state["generator"] = {"torch.Generator": torch.tensor([3, place]).view(torch.uint8), "device": "cuda"}
+        run.load_state_dict(through_a_file(state))
+        drawn.append(torch.rand(3, generator=run._generator))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
 def test_a_loaded_run_goes_on_as_the_saved_one() -> None:
     run, other = used(), Run(2)
     other.load_state_dict(through_a_file(run.state_dict()))

@@ -501,9 +501,10 @@ def test_on_a_cuda_device_the_cap_follows_from_its_free_memory(qwen2, monkeypatc
     assert held_graphs.row_bytes(qwen2, 17) == per_row
     parameter = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
     there = SimpleNamespace(config=qwen2.config, parameters=lambda: iter([parameter]))
-    monkeypatch.setattr(held_graphs, "free_memory", lambda device: int(per_row * 7.5 / 0.4))
     arguments = [[5] * 5, [9]], 8, 12
-    assert native.rows_in_flight(there, *arguments, None, False) == 7
+    for room, rows in ((1, 1), (2, 2), (3, 3), (5, 4), (7, 6), (8, 8), (11, 8), (12, 12), (15, 12), (16, 16), (99, 16)):
+        monkeypatch.setattr(held_graphs, "free_memory", lambda device, room=room: int(per_row * (room + 0.5) / 0.4))
+        assert native.rows_in_flight(there, *arguments, None, False) == rows
     assert native.rows_in_flight(there, *arguments, 100, False) == 16  # all rows
     assert native.rows_in_flight(qwen2, *arguments, None, False) == 16
     monkeypatch.setattr(held_graphs, "free_memory", lambda device: 0)
