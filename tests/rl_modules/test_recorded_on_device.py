@@ -9,7 +9,7 @@ import torch
 import rl_modules
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules.common.errors import UsageError
-from tests.fake_device import FakeStrategy, fake_device
+from tests.fake_device import DEVICE, FakeStrategy, fake_device
 from tests.training import fit
 
 SGD = partial(torch.optim.SGD, lr=1e-3, foreach=False)  # the others know the devices that they work on
@@ -23,11 +23,24 @@ class Kind(type):
 GENERATOR = torch.Generator
 
 
+class OfDevice(GENERATOR):  # type: ignore[misc]
+    """A generator that says it is the device's; its numbers are the host's."""
+
+    device = DEVICE
+
+    def __new__(cls) -> Any:
+        return super().__new__(cls, "cpu")
+
+    def manual_seed(self, seed: int) -> Any:
+        super().manual_seed(seed)
+        return self
+
+
 class OfTheHost(metaclass=Kind):
     """The stand-in has no generators of its own."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return GENERATOR("cpu")
+        return OfDevice() if torch.device(device).type == DEVICE.type else GENERATOR("cpu")
 
 
 def train(name: str, env_id: str, **settings: Any) -> None:
@@ -44,8 +57,10 @@ def train(name: str, env_id: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "env_id"),
-    [("PPO", "torch/Pendulum-v1"), ("A2C", "torch/CartPole-v1"), ("SAC", "Pendulum-v1"), ("TD3", "Pendulum-v1"),
-     ("TQC", "Pendulum-v1"), ("DQN", "CartPole-v1"), ("C51", "CartPole-v1"), ("QRDQN", "CartPole-v1")],
+    [("PPO", "torch/Pendulum-v1"), ("A2C", "torch/CartPole-v1"), ("PQN", "torch/Maze-v0"), ("PQN", "torch/CartPole-v1"),
+     ("REINFORCE", "torch/MountainCar-v0"), ("PPO", "torch/MountainCarContinuous-v0"), ("SAC", "Pendulum-v1"),
+     ("TD3", "Pendulum-v1"), ("DDPG", "Pendulum-v1"), ("TQC", "Pendulum-v1"), ("DQN", "CartPole-v1"),
+     ("C51", "CartPole-v1"), ("QRDQN", "CartPole-v1")],
 )  # fmt: skip
 def test_nothing_crosses(name, env_id, monkeypatch):
     monkeypatch.setattr(torch, "Generator", OfTheHost)
