@@ -105,7 +105,7 @@ def prepare_optimizers(optimizers: list[torch.optim.Optimizer], device: torch.de
             if "capturable" in group:
                 group["capturable"] = True
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
-        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # a check runs uncaptured
+        optimizer._warned_capturable_if_run_uncaptured = True  # a check runs uncaptured
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(device, torch.float32)
