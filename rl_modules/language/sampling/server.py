@@ -108,7 +108,7 @@ class Service:
             if body["run"] != self.run:
                 raise NotReadyError("another run has given it its weights; give each run a server of its own")
             rows = self._running().generate(body["prompts"], body["seeds"], SamplingSettings(**settings))
-            return {"rows": [asdict(row) for row in rows], "version": self.version}
+            return {"rows": [vars(row) for row in rows], "version": self.version}
 
     def _running(self) -> Engine:
         if self.engine is None:
