@@ -27,7 +27,7 @@ from rl_modules.common.modules import evaluation_mode, tree_map
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
-from rl_modules.core.seams import require_acted, require_action
+from rl_modules.core.seams import require_acted
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 
@@ -283,8 +283,7 @@ class ReplayDataModule(ControlDataModule):
             acted = policy_act(tree_map(lambda x: x.to(device, non_blocking=True), observation), generator)
             if not self._has_acted:
                 self._has_acted = True
-                require_action(acted)
-                require_acted({"action": acted["action"]}, self.n_envs)
+                require_acted(acted, self.n_envs, ["action"])
                 if others := [name for name in acted if name != "action"]:
                     rank_zero_warn(f"act returned {', '.join(others)} beside action; replay stores actions alone, so "
                                    "that prepare does not get them")  # fmt: skip

@@ -19,7 +19,7 @@ from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.hooks import copy_for_averages
-from rl_modules.core.seams import DATAMODULES, check_source, check_trainer
+from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
@@ -258,7 +258,6 @@ class ControlModule(Algorithm):
 
     def build_network(self) -> None:
         """Sets ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
-        raise UsageError(f"{type(self).__name__} must define build_network")
 
     # ---------------------------------------------------------------- acting
 
@@ -336,6 +335,7 @@ class ControlModule(Algorithm):
         with evaluation_mode(self.modules()):
             memory = self.memory_arguments(n, state, episode_start)
             acted = self.act(tensors, generator=generator, deterministic=deterministic, **memory)
+        require_acted(acted, n, ["action"])
         if "next_state" in acted:
             state = acted["next_state"].cpu().numpy()
         action = to_environment(self.action_space, acted["action"].cpu().numpy())

@@ -191,6 +191,8 @@ def build(module: Any) -> None:
         torch.default_generator.manual_seed(seed)
         with extractor_of(hp.get("features_extractor")):
             module.build_network()
+    if not module.is_built:
+        raise UsageError(f"{type(module).__name__}.build_network must set self.network, a torch.nn.Module")
     if module.is_fitting:
         warn_of_idle(module, module.idle_arguments())
 

@@ -1,5 +1,6 @@
 """Checks of what foreign objects are and return, each where it enters: datamodules, batches, ``act``, ``prepare``."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -72,17 +73,13 @@ def check_schedulers(module: Any) -> None:
 # ---------------------------------------------------------------- what an algorithm returns
 
 
-def require_action(acted: Any) -> None:
-    """Checks that ``act`` returned a dictionary with ``action``."""
+def require_acted(acted: Any, n: int, fields: Iterable[str] | None = None) -> None:
+    """Checks what ``act`` returned: of its ``fields`` those that are used, by default all, which a rollout stores."""
     if not isinstance(acted, dict) or "action" not in acted:
         raise UsageError(f"act returned {_brief(acted)}; it must return a dictionary with the key action, and whatever "
                          "else is to be stored in a rollout")  # fmt: skip
-
-
-def require_acted(acted: Any, n: int) -> None:
-    """Checks what ``act`` returned to be stored."""
-    require_action(acted)
-    for name, value in acted.items():
+    for name in fields or acted:
+        value = acted[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != n:
             raise UsageError(f"act returned {name} as {_brief(value)}; it must be a tensor with a row for each of the "
                              f"{n} observations")  # fmt: skip

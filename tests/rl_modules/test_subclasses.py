@@ -26,6 +26,7 @@ from datamodules import (
 )
 from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TD3, TRPO, CrossQ, RewardModel
 from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
 from rl_modules.common.stored_arguments import is_storable
 from rl_modules.core.settings import setting
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
@@ -376,6 +377,25 @@ def test_what_act_and_prepare_return_is_checked(base, name, change, sentence):
     data = rollouts("CartPole-v1", n_envs=2) if base is PPO else replayed()
     with pytest.raises(UsageError, match=sentence):
         fit(with_method(base, name, change)(), data, max_epochs=1)
+
+
+@pytest.mark.parametrize("base", [PPO, DQN])
+@pytest.mark.parametrize("change", [lambda acted: acted["action"], lambda acted: {"action": acted["action"].numpy()}])
+def test_what_act_returns_is_checked_where_the_first_evaluation_comes_before_the_first_rollout(base, change):
+    environment = gym.make("CartPole-v1")
+    model = with_method(base, "act", change)(
+        observation_space=space_to_dict(environment.observation_space),
+        action_space=space_to_dict(environment.action_space),
+    )
+    with pytest.raises(UsageError, match=r"^act returned (a tensor|action as ndarray)"):
+        model.predict(environment.reset(seed=0)[0])
+
+
+@pytest.mark.parametrize("build", [lambda self: torch.nn.Linear(4, 2), lambda self: setattr(self, "policy", None)])
+def test_a_network_that_is_not_set_is_answered(build):
+    mine = type("Mine", (PPO,), {"build_network": build, "__module__": __name__})
+    with pytest.raises(UsageError, match=r"^Mine\.build_network must set self\.network"):
+        fit(mine(), rollouts("CartPole-v1"), max_epochs=1)
 
 
 def test_what_act_stores_needs_a_row_per_observation():
