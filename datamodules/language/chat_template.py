@@ -321,6 +321,8 @@ def _by_prefixes(
         start, end = answer_start(encoder, before, record, opened, whole, ids, False), len(ids)
         if turn + 1 < len(messages):
             closed = encoder._render(messages[: turn + 1], record)
+            if not whole.startswith(closed):  # Phi's templates end a conversation, not a turn, with the EOS token
+                closed = closed.removesuffix(str(encoder.tokenizer.eos_token))
             beginning = encoder._tokens([closed], False, note=False)[0]
             end = len(beginning)
             if ids[:end] != beginning:

@@ -94,6 +94,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert encode.tokenizer.decode(encode.whole(CHAT, {})) == "(u:)(a:)(u:)(a:no)"
 
 
+def test_turns_of_a_template_that_ends_the_conversation_with_the_eos_token_are_known():
+    """Phi-3's and Phi-4's templates; TRL's variants with blocks mark the same tokens."""
+    ending = "{% if add_generation_prompt %}(a:{% else %}{{ eos_token }}{% endif %}"
+    encode = encoder(EACH + ending)
+    ids, written = encode.conversation(CHAT, {})
+    eos = encode.tokenizer.eos_token_id
+    assert encode.tokenizer.decode(ids[:-1]) == "(u:hi)(a:yo)(u:so)(a:no)" and ids[-1] == eos
+    learned = [token for token, flag in zip(ids, written, strict=True) if flag]
+    assert encode.tokenizer.decode(learned[:-1]) == "yo)no)" and learned[-1] == eos
+
+
 @pytest.mark.parametrize("tags", [
     ("{%generation%}", "{%endgeneration%}"), ("{%-  generation -%}", "{%-  endgeneration -%}"),
     ("{%\n generation\n%}", "{% endgeneration %}"),
