@@ -193,6 +193,19 @@ def test_an_answer_continues_the_beginning_of_a_message():
         encode.answered([begun], ["is</think>2"], complete=False)
 
 
+@pytest.mark.parametrize("row", [
+    {"prompt": "", "chosen": "yes", "rejected": "no"}, {"question": "Sure?", "chosen": "yes", "rejected": "no"}
+])  # fmt: skip
+def test_a_pair_without_a_prompt_is_refused_although_the_template_has_tokens_for_an_empty_one(row, tmp_path):
+    (path := tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    module = SimpleNamespace(tokenizer=byte_tokenizer(THINKS), max_length=99, can_pack=False, check_pairs=print)
+    data = PreferenceDataModule(path=str(path), batch_size=1)
+    data.trainer = SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, global_rank=0, world_size=1,
+                                   state=SimpleNamespace(fn="fit"), global_step=0)  # fmt: skip
+    with pytest.raises(UsageError, match=r"pairs\.jsonl:1: 'prompt' is empty, where a text should be"):
+        data.setup("fit")
+
+
 def test_an_answer_without_a_place_of_its_own_is_refused():
     drops = "{% for m in messages if m.role == 'user' %}({{ m.content }}){% endfor %}"
     with pytest.raises(UsageError, match="record 0: .* leaves out the content 'no' of an answer"):
