@@ -5,7 +5,8 @@
     python -m benchmarks.gpu --cpu                  the same code at toy size, anywhere
 
 Each row is printed as soon as it is there. A case that takes longer than its budget is stopped, and one that would
-begin after the end is left out, each with a line that says so.
+begin after the end is left out, each with a line that says so. What hangs within the driver ends the command, and so
+does an error after which the device computes no more; the file of ``--json`` is whole at any time.
 
 First come decoding, GRPO and SFT at the size of Qwen2.5-0.5B with random weights beside TRL and a plain loop, GRPO on a
 real checkpoint, PPO in torch, SAC and TD3 beside Stable-Baselines3 (:mod:`benchmarks.gpu_targets`). Then per module:
@@ -16,6 +17,7 @@ is checked bit for bit on the same device, with a small model: three steps again
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import logging
@@ -23,6 +25,7 @@ import math
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -38,6 +41,7 @@ import lightning as L
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.gpu_cases import CASES, HALF_BILLION, TINY, Case, Size, write_data, write_judge
 from benchmarks.gpu_targets import TARGETS, Place, Target
@@ -205,14 +209,14 @@ def speeds(device: torch.device, side: int) -> dict[str, float]:
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after that time, where the system has alarms."""
+def within(seconds: float, again: float = 15.0) -> Iterator[None]:
+    """Raises TimeoutError after that time, and again where a library keeps it to itself."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"stopped after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), again)
     try:
         yield
     finally:
@@ -238,7 +242,9 @@ class Report:
         print(f"| {case} | {' | '.join(map(cell, cells))} |", flush=True)
         self.rows.append({"case": case, **row})
         if self.path is not None:  # a run that is stopped from outside leaves what it has
-            self.path.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1), "utf-8")
+            part = self.path.with_name(f"{self.path.name}.part")
+            part.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1), "utf-8")
+            part.replace(self.path)
 
     def run(self, case: str, budget_s: float, run: Callable[[], None]) -> None:
         """Runs a case within its budget; what goes wrong in it is a row too."""
@@ -254,7 +260,13 @@ class Report:
             self.show(case, [f"not measured: {said}"], {"error": said})
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # of the kind after which every call fails
+                said = f"{' '.join(str(error).split())[:160]}; run the cases after it by --only"
+                self.show(case, [f"the device is lost: {said}"], {"error": said})
+                raise SystemExit(1) from error
 
 
 def header(first: str, columns: tuple[str, ...]) -> None:
@@ -303,6 +315,7 @@ def main(args: list[str] | None = None) -> list[dict]:
         return []
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    disable_progress_bar()
     device = torch.device("cpu") if given.cpu else torch.device("cuda", 0)
     size = TINY if given.cpu else HALF_BILLION
     speed = speeds(device, 256 if given.cpu else 8192)
@@ -311,13 +324,20 @@ def main(args: list[str] | None = None) -> list[dict]:
           f"{speed['bandwidth'] / 1e9:.3g} GB/s", flush=True)  # fmt: skip
     report = Report(given.seconds, given.json, {"device": name, "torch": torch.__version__, **speed})
     place = Place(device, given.cpu, speed["matmul"])
-    if targets:
-        header("case", ("quantity", "ours", "peer", "its", "ratio", "target"))
-    for target in targets:
-        compare(report, target, place)
-    if cases:
-        header("module", COLUMNS)
-        measure_modules(report, cases, size, device, given.steps, speed)
+    began_s = time.perf_counter()
+    # An alarm waits for the end of a call into the driver, this doesn't.
+    faulthandler.dump_traceback_later(given.seconds + 20, exit=True, file=sys.__stderr__)
+    try:
+        if targets:
+            header("case", ("quantity", "ours", "peer", "its", "ratio", "target"))
+        for target in targets:
+            compare(report, target, place)
+        if cases:
+            header("module", COLUMNS)
+            measure_modules(report, cases, size, device, given.steps, speed)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print(f"\nAll of it took {time.perf_counter() - began_s:.0f} s (≤ 480).", flush=True)
     return report.rows
 
 

@@ -20,7 +20,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import DPO, DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
+from rl_modules import DPO, DQN, GRPO, PPO, RLHFPPO, SAC, SFT, RewardModel
 from rl_modules.language.fast.grouped_attention import without_plans
 
 
@@ -167,6 +167,17 @@ def _dqn(size: Size, folder: Path) -> tuple[Any, Any]:
                                    total_timesteps=10**9)  # fmt: skip
 
 
+def _ppo_graph(size: Size, folder: Path) -> tuple[Any, Any]:
+    # An update for each rollout, so that steps are iterations: the third is a replay, or after a resume the first.
+    return PPO(graph=True), RolloutDataModule("torch/CartPole-v1", n_envs=64, n_steps=16, batch_size=None, n_epochs=1,
+                                              eval_freq=0, total_timesteps=10**9)  # fmt: skip
+
+
+def _sac_graph(size: Size, folder: Path) -> tuple[Any, Any]:
+    return SAC(graph=True), ReplayDataModule("Pendulum-v1", learning_starts=64, batch_size=64, buffer_size=4096,
+                                             eval_freq=0, total_timesteps=10**9)  # fmt: skip
+
+
 CASES = (
     Case("SFT", _sft(), 1, 1),
     Case("RewardModel", _reward_model, 1, 1),
@@ -185,6 +196,8 @@ CASES = (
     Case("SFT, packed, varlen", _packed(attn_implementation="varlen"), 1, 1),
     Case("PPO", _ppo, 0, 0, is_language=False),
     Case("DQN", _dqn, 0, 0, is_language=False),
+    Case("PPO, one graph", _ppo_graph, 0, 0, is_language=False),
+    Case("SAC, a graph", _sac_graph, 0, 0, is_language=False),
 )
 
 
@@ -223,12 +236,12 @@ def attention_us(
     for plans in (True, False):
         with nullcontext() if plans else without_plans():
             for name, attend in ways.items():
-                seconds = _seconds_of(attend, device)
+                seconds = seconds_of(attend, device)
                 found[f"{name}, {'with' if plans else 'without'} cuDNN"] = 1e6 * seconds
     return found
 
 
-def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 50) -> float:
+def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 50) -> float:
     """Mean time of a call after three that plan and load."""
     for i in range(calls + 3):
         if i == 3:

@@ -5,6 +5,7 @@ numbers of rows; those that are not installed are left out.
 """
 
 import copy
+import gc
 import math
 import random
 import tempfile
@@ -20,7 +21,7 @@ import torch
 from datasets import Dataset
 
 import rl_modules
-from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us
+from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us, seconds_of
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from rl_modules import GRPO, PPO, SFT
 
@@ -49,6 +50,7 @@ class Place:
         return time.perf_counter()
 
     def forget_the_peak(self) -> None:
+        gc.collect()  # a Trainer and its module refer to each other: what they hold would count as the peer's
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -128,7 +130,10 @@ def _text(length: int, rng: random.Random) -> str:
 
 def decoding(place: Place) -> Iterator[Line]:
     """Steps of decoding by the default sampler, bfloat16 weights."""
+    from rl_modules.language.fast import held_graphs
     from rl_modules.language.sampling import sample
+    from rl_modules.language.sampling.check import wants_graphs
+    from rl_modules.language.sampling.draw import NextToken
 
     module = SFT(model_config=place.model_config)
     module.configure_model()
@@ -144,17 +149,32 @@ def decoding(place: Place) -> Iterator[Line]:
                seeds=list(range(rows)))  # fmt: skip
         return place.now() - began_s
 
+    def way(columns: int) -> str:
+        """How a step is computed: what a fall-back has left of it."""
+        grouped = held_graphs.groups(model, columns) if wants_graphs("auto", model) else None
+        return {True: "by graphs, grouped keys", False: "by graphs, own attention"}.get(grouped, "without graphs")
+
     shapes = place.of(((16, 256), (128, 256), (512, 256), (128, 1024)), ((4, 16), (8, 16)))
     targets = iter((3.5, 5, 11, 7))
     for i, (rows, columns) in enumerate(shapes):
         new = place.of(128, 8)
         first = seconds(rows, columns - new, new)
         later = min(seconds(rows, columns - new, new) for _ in range(2))
-        yield Line(f"ms a step, {rows} x {columns}", later / new * 1e3, target=f"≤ {next(targets)}")
+        yield Line(f"ms a step, {rows} x {columns}", later / new * 1e3, way(columns), target=f"≤ {next(targets)}")
+        logits = torch.randn(rows, words, device=place.device, dtype=model.dtype)
+        uniform = torch.rand(rows, device=place.device, dtype=torch.float64)
+        us = 1e6 * seconds_of(lambda logits=logits, uniform=uniform: NextToken().draw(logits, uniform), place.device)
+        yield Line(f"µs of it that draw the tokens, {rows} rows", us)
         if i == 0:
             yield Line("first generation, s above a later one", first - later, target="≤ 1.5")
+            held = held_graphs._held.get(model)
+            captured = sum(len(cache._graphs) for cache in held.caches.values()) if held else 0
+            if captured:
+                yield Line(f"of which ms for each of {captured} graphs, at most", (first - later) / captured * 1e3)
             other = seconds(rows, columns - new - 5, new)
             yield Line("another length of prompts, s above that", other - later, target="≤ .1")
+            longer = seconds(rows, columns - new + place.of(40, 4), new)
+            yield Line("a length beyond the columns that are allocated, s above that", longer - later)
     rows, columns = place.of((128, 1024), (4, 16))
     for way, us in attention_us(rows, columns, place.device).items():
         yield Line(f"µs of one layer's attention, {rows} x {columns}, {way}", us)
@@ -178,9 +198,11 @@ def grpo(place: Place) -> Iterator[Line]:
         module, datamodule=data)  # fmt: skip
     ours, peak = _per_step(stamps.at), place.peak_gib
     yield Line("first step, s", stamps.at[1] - stamps.at[0])
+    yield Line("second step, s", stamps.at[2] - stamps.at[1])
     yield Line("a step, s", ours)
     del module, data
     if find_spec("trl") is None:
+        yield Line("a step, s", ours, "TRL is not installed", target="≤ .25 of it")
         return
     place.forget_the_peak()
     theirs = _trl_grpo(place, weights, tokenizer, records, new, steps)
@@ -257,6 +279,9 @@ def sft(place: Place) -> Iterator[Line]:
             theirs = rows * length / _trl_sft(place, copy.deepcopy(weights), tokenizer, records, rows, steps)
             yield Line(f"tokens/s, {rows} x {length}", ours[rows], "TRL", theirs, "≥ 1.2 of it")
             yield Line("peak GiB", peak, "TRL", place.peak_gib, "≤ .8 of it")
+        else:
+            yield Line(f"tokens/s, {rows} x {length}", ours[rows], "TRL is not installed", target="≥ 1.2 of it")
+        place.forget_the_peak()
         plain = rows * length / _plain_sft(place, weights, rows, length, steps)
         yield Line(f"tokens/s, {rows} x {length}", ours[rows], "a plain loop", plain)
 
@@ -326,14 +351,33 @@ def sums(place: Place) -> Iterator[Line]:
         num_generations=place.of(16, 4), batch_size=place.of(256, 8), n_eval=place.of(256, 8),
         eval_steps=place.of(25, 1), eval_temperature=0.0,
     )  # fmt: skip
-    place.trainer(Accuracy(), max_steps=place.of(150, 2), precision=place.mixed).fit(module, datamodule=data)
-    yield Line("greedy pass@1 before", accuracies[0][1])
-    seconds, accuracy, step = accuracies[-1]
-    yield Line(f"greedy pass@1 after {step} steps", accuracy, target="≥ .85")
-    yield Line("seconds until then, evaluations among them", seconds, target="≤ 75")
+    stopped: TimeoutError | None = None
+    try:
+        place.trainer(Accuracy(), max_steps=place.of(150, 2), precision=place.mixed).fit(module, datamodule=data)
+    except TimeoutError as error:
+        stopped = error
+    if accuracies:
+        yield Line("greedy pass@1 before", accuracies[0][1])
+    for seconds, accuracy, step in accuracies[1:][-1:]:
+        yield Line(f"greedy pass@1 after {step} steps", accuracy, target="≥ .85")
+        yield Line("seconds until then, evaluations among them", seconds, target="≤ 75")
+    if stopped is not None:
+        raise stopped
 
 
 # ---------------------------------------------------------------- control
+
+
+def _difference(place: Place, after: str, make: Callable[[bool], tuple[Any, Any]]) -> Line:
+    """The largest difference of a weight between a recorded run and an eager one: what a recording has left out."""
+    ends = []
+    for graph in (True, False):
+        module, data = make(graph)
+        place.trainer(precision="32-true").fit(module, datamodule=data)
+        ends.append(module.state_dict())
+    one, other = ends
+    largest = max(float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point())
+    return Line(f"largest difference of a weight from eager, {after}", largest, target="0, or rounding")
 
 
 def ppo(place: Place) -> Iterator[Line]:
@@ -349,6 +393,9 @@ def ppo(place: Place) -> Iterator[Line]:
         speeds[graph] = envs * 32 * (iterations // 4) / _per_step(stamps.at)
         yield Line(f"transitions trained/s, {envs:,} envs, {'graph' if graph else 'eager'}", speeds[graph],
                    target="≥ 7 M" if graph else "")  # fmt: skip
+    yield _difference(place, "6 iterations", lambda graph: (
+        PPO(graph=graph), RolloutDataModule("torch/CartPole-v1", n_envs=64, n_steps=16, batch_size=512, n_epochs=2,
+                                            eval_freq=0, total_timesteps=64 * 16 * 6)))  # fmt: skip
     solved: list[tuple[float, int]] = []
 
     class Solved(L.Callback):
@@ -386,7 +433,12 @@ def replay(name: str, target: str) -> Callable[[Place], Iterator[Line]]:
         fastest = ours[True, "auto"]
         yield Line("updates/s, graph", fastest, "eager", ours[False, "auto"])
         yield Line("updates/s, graph", fastest, "buffer on the host", ours[True, "cpu"])
+        yield _difference(place, "40 updates", lambda graph: (
+            getattr(rl_modules, name)(net_arch=[64, 64], graph=graph),
+            ReplayDataModule("Pendulum-v1", learning_starts=20, batch_size=64, buffer_size=500, eval_freq=0,
+                             total_timesteps=60)))  # fmt: skip
         if find_spec("stable_baselines3") is None:
+            yield Line("updates/s, graph", fastest, "Stable-Baselines3 is not installed", target=target)
             return
         import stable_baselines3
         from stable_baselines3.common.env_util import make_vec_env
