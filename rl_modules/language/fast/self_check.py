@@ -124,7 +124,10 @@ def _largest_logit(model: Any) -> float:
 
 def _rounding(model: Any) -> float:
     """Error of a model's log-probabilities, relative to their size, that differently shaped products may make."""
-    return _ROUNDING.get(_autocast_dtype(model) or next(model.parameters()).dtype, 4e-6)
+    dtype = _autocast_dtype(model) or next(model.parameters()).dtype
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = torch.float16  # products round single precision to as many bits
+    return _ROUNDING.get(dtype, 4e-6)
 
 
 def _difference(fast: Tensor, alone: Tensor, batched: Tensor, relative: float) -> tuple[float, float]:

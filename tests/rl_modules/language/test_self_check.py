@@ -2,10 +2,12 @@
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -179,6 +181,30 @@ def test_an_error_of_the_models_own_pass_is_raised():
     model.model.layers[0].register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="broken weights"):
         require_left_to_right(model)
+
+
+class Tf32(TorchDispatchMode):
+    """Products as tensor cores compute them where ``torch.set_float32_matmul_precision("high")`` allows it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm"):
+            args = [self._rounded(x) if x.ndim > 1 and x.dtype == torch.float32 else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _rounded(x):
+        return (x.contiguous().view(torch.int32) + 2**12 & -(2**13)).view(torch.float32)
+
+
+def test_products_of_tensor_cores_in_single_precision_are_no_disagreement(monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = built(SFT, {**shape, "vocab_size": 500}).model
+    with caplog.at_level(logging.WARNING), Tf32():
+        for way in ("dynamic", "graph"):
+            sample(model, [[5, 6, 7], [9, 8]], num_generations=2, max_completion_length=3, eos_token_id=0,
+                   pad_token_id=0, seeds=range(4), cache_implementation=way)  # fmt: skip
+    assert not caplog.records
 
 
 def test_rounding_is_no_disagreement_but_a_little_more_is():
