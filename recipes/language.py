@@ -84,6 +84,7 @@ def serve(given: Any) -> None:
     from rl_modules.language.sampling.wire import TOKEN_VARIABLE, default_token_file, make_token, write_token
 
     quiet()
+    hide_transformers_bars()  # one for each of a run's updates
     cap = given.max_rows_in_flight
     make: MakeEngine
     if given.engine == "native" or given.model is not None:
@@ -108,9 +109,8 @@ def serve(given: Any) -> None:
             path = Path(given.token_file or default_token_file(server.server_port)).expanduser().absolute()
             write_token(path, token)
             where = f"its token is in {path}"
-        address = f"{given.host}:{server.server_port}"
         with_what = given.engine if given.model is None else f"the teacher {given.model}"
-        print(f"serving on {address} with {with_what}; {where}; stop with Ctrl-C", flush=True)
+        print(f"serving on {given.host}:{server.server_port} with {with_what}; {where}; stop with Ctrl-C", flush=True)
         server.serve_forever()
     finally:
         server.server_close()

@@ -45,7 +45,8 @@ def test_a_server_process_writes_and_its_restart_gets_the_weights_again(tmp_path
     command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", f"--token_file={token_file}", "--port"]
 
     def start(port: int) -> tuple[subprocess.Popen, str]:
-        process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+        with (tmp_path / "stderr").open("a") as errors:
+            process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.match(rf"serving on (\S+) with native; its token is in {token_file};", line)
@@ -70,5 +71,6 @@ def test_a_server_process_writes_and_its_restart_gets_the_weights_again(tmp_path
         process.kill()
         process.wait()
     assert token_file.read_text() != first
+    assert (tmp_path / "stderr").read_text() == ""  # no bar of transformers per update
     assert before.tokens.tolist() == after.tokens.tolist()
     assert after.version is not None and after.version.tolist() == [5] * 4
