@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def decoding(place: Place) -> Iterator[Line]:
                seeds=list(range(rows)))  # fmt: skip
         return place.now() - began_s
 
-    def way(columns: int) -> str:
+    def path(columns: int) -> str:
         """How a step is computed: what a fall-back has left of it."""
         grouped = held_graphs.groups(model, columns) if wants_graphs("auto", model) else None
         return {True: "by graphs, grouped keys", False: "by graphs, own attention"}.get(grouped, "without graphs")
@@ -160,7 +161,7 @@ def decoding(place: Place) -> Iterator[Line]:
         new = place.of(128, 8)
         first = seconds(rows, columns - new, new)
         later = min(seconds(rows, columns - new, new) for _ in range(2))
-        yield Line(f"ms a step, {rows} x {columns}", later / new * 1e3, way(columns), target=f"≤ {next(targets)}")
+        yield Line(f"ms a step, {rows} x {columns}", later / new * 1e3, path(columns), target=f"≤ {next(targets)}")
         logits = torch.randn(rows, words, device=place.device, dtype=model.dtype)
         uniform = torch.rand(rows, device=place.device, dtype=torch.float64)
         us = 1e6 * seconds_of(lambda logits=logits, uniform=uniform: NextToken().draw(logits, uniform), place.device)
@@ -175,6 +176,9 @@ def decoding(place: Place) -> Iterator[Line]:
             yield Line("another length of prompts, s above that", other - later, target="≤ .1")
             longer = seconds(rows, columns - new + place.of(40, 4), new)
             yield Line("a length beyond the columns that are allocated, s above that", longer - later)
+            if captured:
+                held_graphs.release(model)
+                yield from _dead_inputs(lambda: seconds(8, 64, 16))
     rows, columns = place.of((128, 1024), (4, 16))
     for way, us in attention_us(rows, columns, place.device).items():
         yield Line(f"µs of one layer's attention, {rows} x {columns}, {way}", us)
@@ -368,16 +372,34 @@ def sums(place: Place) -> Iterator[Line]:
 # ---------------------------------------------------------------- control
 
 
-def _difference(place: Place, after: str, make: Callable[[bool], tuple[Any, Any]]) -> Line:
-    """The largest difference of a weight between a recorded run and an eager one: what a recording has left out."""
-    ends = []
-    for graph in (True, False):
+def _differences(place: Place, after: str, make: Callable[[bool], tuple[Any, Any]]) -> Iterator[Line]:
+    """The largest difference of a weight between a recorded run and an eager one: what a recording has left out; and on
+    CUDA whether a tensor that it reads was gone at a replay.
+    """
+
+    def fitted(graph: bool) -> dict[str, torch.Tensor]:
         module, data = make(graph)
         place.trainer(precision="32-true").fit(module, datamodule=data)
-        ends.append(module.state_dict())
-    one, other = ends
+        return module.state_dict()
+
+    one, other = fitted(True), fitted(False)
     largest = max(float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point())
-    return Line(f"largest difference of a weight from eager, {after}", largest, target="0, or rounding")
+    yield Line(f"largest difference of a weight from eager, {after}", largest, target="0, or rounding")
+    if place.device.type == "cuda":
+        yield from _dead_inputs(lambda: fitted(True))
+
+
+def _dead_inputs(run: Callable[[], object]) -> Iterator[Line]:
+    """Whether torch finds at a replay that a tensor is gone that a recording reads; what it says is the peer's name."""
+    record, said = torch.cuda.graph, ""
+    torch.cuda.graph = partial(record, check_input_liveness=True)  # type: ignore[assignment,misc]
+    try:
+        run()
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:160]
+    finally:
+        torch.cuda.graph = record  # type: ignore[misc]
+    yield Line("recordings that read what is gone", float(bool(said)), said, target="0")
 
 
 def ppo(place: Place) -> Iterator[Line]:
@@ -393,7 +415,7 @@ def ppo(place: Place) -> Iterator[Line]:
         speeds[graph] = envs * 32 * (iterations // 4) / _per_step(stamps.at)
         yield Line(f"transitions trained/s, {envs:,} envs, {'graph' if graph else 'eager'}", speeds[graph],
                    target="≥ 7 M" if graph else "")  # fmt: skip
-    yield _difference(place, "6 iterations", lambda graph: (
+    yield from _differences(place, "6 iterations", lambda graph: (
         PPO(graph=graph), RolloutDataModule("torch/CartPole-v1", n_envs=64, n_steps=16, batch_size=512, n_epochs=2,
                                             eval_freq=0, total_timesteps=64 * 16 * 6)))  # fmt: skip
     solved: list[tuple[float, int]] = []
@@ -433,7 +455,7 @@ def replay(name: str, target: str) -> Callable[[Place], Iterator[Line]]:
         fastest = ours[True, "auto"]
         yield Line("updates/s, graph", fastest, "eager", ours[False, "auto"])
         yield Line("updates/s, graph", fastest, "buffer on the host", ours[True, "cpu"])
-        yield _difference(place, "40 updates", lambda graph: (
+        yield from _differences(place, "40 updates", lambda graph: (
             getattr(rl_modules, name)(net_arch=[64, 64], graph=graph),
             ReplayDataModule("Pendulum-v1", learning_starts=20, batch_size=64, buffer_size=500, eval_freq=0,
                              total_timesteps=60)))  # fmt: skip

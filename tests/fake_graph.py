@@ -5,13 +5,15 @@ old ones, and every number that Python computes, stays as it was recorded. Unlik
 :meth:`Tape.capture` puts back all tensors that it has changed, and the generators.
 
 Tapes that share a pool share its memory, as CUDA graphs do: what a later one has made may lie where an earlier one
-computes, so that a replay of the earlier one spoils it.
+computes, so that a replay of the earlier one spoils it. And a tape does not keep alive what it reads: a replay fails
+where such a tensor is gone, whose memory a CUDA graph would go on reading.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -57,10 +59,25 @@ class Tape:
                 for x in own:
                     x.untyped_storage().fill_(0 if x.dtype == torch.bool else 255)
             for func, args, kwargs, results in self._rows:
+                args, kwargs = tree_map(lambda x: x.again() if isinstance(x, Borrowed) else x, (args, kwargs))
                 new = func(*args, **kwargs)
                 for old, made in zip(tree_flatten(results)[0], tree_flatten(new)[0], strict=True):
                     if isinstance(old, torch.Tensor) and old is not made and not _shares(old, made):
                         old.copy_(made)
+
+
+class Borrowed:
+    """A tensor that a tape reads or changes and did not make."""
+
+    def __init__(self, x: torch.Tensor, func: Any) -> None:
+        self.storage, self.func, self.dtype = StorageWeakRef(x.untyped_storage()), func, x.dtype
+        self.form = x.storage_offset(), x.size(), x.stride()
+
+    def again(self) -> torch.Tensor:
+        if self.storage.expired():
+            raise AssertionError(f"a tensor that {self.func} of the recording reads is gone: {self.dtype} {self.form}")
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.form)
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -88,11 +105,15 @@ class _Recorder(TorchDispatchMode):
         known = {x.untyped_storage().data_ptr() for x in given}
         self.own |= {x.untyped_storage().data_ptr() for x in tree_flatten(results)[0] if isinstance(x, torch.Tensor)
                       and x.untyped_storage().data_ptr() not in known}  # fmt: skip
-        # Without their history, whose version counts a replay would break.
-        kept_args, kept_kwargs, kept = tree_map(
-            lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (args, kwargs, results)
-        )
-        self.rows.append((func, kept_args, kept_kwargs, kept))
+
+        def kept(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            if x.untyped_storage().data_ptr() in self.own or func is torch.ops.aten.lift_fresh.default:
+                return x.detach()  # without its history, whose version counts a replay would break
+            return Borrowed(x, func)
+
+        self.rows.append((func, *tree_map(kept, (args, kwargs, results))))
         return results
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from datamodules import ReplayDataModule
 from rl_modules import C51, DDPG, DQN, QRDQN, SAC, TD3, TQC
 from rl_modules.common.errors import UsageError
-from tests.fake_graph import use_tapes
+from tests.fake_graph import Tape, use_tapes
 from tests.rl_modules.test_recorded_iteration import Curves, assert_same
 from tests.training import fit
 
@@ -55,6 +55,30 @@ def test_a_run_resumes_exactly(monkeypatch, tmp_path):
     part.save_checkpoint(tmp_path / "part.ckpt")
     again = train(SAC(**SMALL, graph=True), "Pendulum-v1", ckpt_path=tmp_path / "part.ckpt")
     assert_same((whole[0], whole[1][-len(again[1]) :]), again)
+
+
+def test_a_recording_keeps_no_tensor_and_the_stand_in_finds_those_that_are_gone():
+    x, total = torch.ones(3), torch.zeros(3)
+    tape = Tape(torch.device("cpu"), ())
+    tape.capture(lambda: total.add_(x))
+    tape.replay()
+    assert total.tolist() == [1, 1, 1]
+    x = torch.ones(3)
+    with pytest.raises(AssertionError, match="is gone"):
+        tape.replay()
+
+
+def test_recordings_that_share_memory_spoil_what_later_ones_leave():
+    left = {}
+    first, x = Tape(torch.device("cpu"), ()), torch.ones(3)
+    first.capture(lambda: left.update(first=x + 1))
+    second = Tape(torch.device("cpu"), (), first.pool)
+    second.capture(lambda: left.update(second=x + 2))
+    for tape in (first, second):
+        tape.replay()
+    assert (left["first"].tolist(), left["second"].tolist()) == ([2, 2, 2], [3, 3, 3])
+    first.replay()
+    assert left["first"].tolist() == [2, 2, 2] and left["second"].isnan().all()
 
 
 class ReadsBack(SAC):

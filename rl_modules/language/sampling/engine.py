@@ -98,6 +98,9 @@ class NativeEngine:
         return rows_of(written)
 
     def sleep(self) -> None:
+        from rl_modules.language.fast.held_graphs import release
+
+        release(self.model)  # its keys and values would stay on the device
         self.model.to("cpu")
 
     def wake(self) -> None:

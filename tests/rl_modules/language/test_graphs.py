@@ -24,6 +24,7 @@ from rl_modules.fast import graphs as recordings
 from rl_modules.language.fast import graphs, grouped_attention, held_graphs
 from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
+from rl_modules.language.sampling.engine import EngineSpec, NativeEngine
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_graph import use_tapes
 from tests.marks import quick
@@ -150,6 +151,13 @@ def test_a_replay_is_the_function_bit_for_bit(family, monkeypatch):
     """Operators on the tensors of the recording, without the Python between them, and plain calls of the steps."""
     expected = by_graphs(build(family), PROMPTS, max_rows_in_flight=6, **OPTIONS)
     tape, model = use_tapes(monkeypatch), build(family)
+    begin = graphs.GraphCache.__init__
+
+    def sharing(cache, *sizes):
+        begin(cache, *sizes)
+        cache._pool = []  # as on CUDA, the recordings of a cache share memory
+
+    monkeypatch.setattr(graphs.GraphCache, "__init__", sharing)
     for _ in range(2):
         found = by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.log_prob, expected.log_prob)
@@ -323,6 +331,14 @@ def test_release_frees_all_and_the_next_call_captures_again(fake):
     assert len(fake.captures) > count and torch.equal(again.log_prob, first.log_prob)
     sampler.sleep()  # a training step begins; whether both fit is not known on this device
     assert held_graphs.held_bytes(model) == 0
+
+
+def test_an_engine_that_sleeps_holds_no_graphs(fake):
+    engine = NativeEngine(EngineSpec.of(tiny_model(), False))
+    by_graphs(engine.model, [[5, 6], [7]], max_completion_length=4)
+    assert held_graphs.held_bytes(engine.model) > 0
+    engine.sleep()
+    assert held_graphs.held_bytes(engine.model) == 0
 
 
 @pytest.mark.parametrize(("peak", "keeps"), [(0.5, True), (0.85, False)])
