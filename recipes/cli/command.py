@@ -167,7 +167,7 @@ def _announce(command: str, args: list[str]) -> None:
     """Prints what begins: the libraries take seconds to import."""
     if is_first_rank():
         what = " ".join(configs.short_name(arg) for arg in args[:4])
-        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
+        print(f"{f'rl {command} {what}'.rstrip()}{' …' if len(args) > 4 else ''}: starting", flush=True)
         wait_for("importing PyTorch and Lightning")
 
 

@@ -18,6 +18,7 @@ from recipes import saved_runs
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.stops import plain_batch
 from recipes.cli.lightning_cli import RLCLI
+from recipes.signals import Stopped
 from rl_modules.common.errors import UsageError, visible
 from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import epoch_to_reopen
@@ -115,7 +116,10 @@ def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]
         config["checkpoint"] = {**config["checkpoint"], "interval_s": 1e9, "keep_previous": False, "keep_all": False}
         config.update(ckpt_path=None if start is None else str(start.path), resume=False, record_every=0)
         (folder / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
-        yield folder, ["--config", str(folder / "config.yaml")]
+        try:
+            yield folder, ["--config", str(folder / "config.yaml")]
+        except Stopped as stopped:  # its checkpoint goes with the folder
+            raise SystemExit(128 + stopped.signum) from None
 
 
 class UpdateRecorder(L.Callback):

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _HIDDEN = (
 
 def quiet() -> None:
     """Hides the libraries' messages that are not for the person at the terminal, and shows the datamodules' own."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without "±" or "…" ends no run
     if not (ours := logging.getLogger("datamodules")).handlers:
         ours.addHandler(logging.StreamHandler())
         ours.setLevel(logging.INFO)
@@ -105,6 +108,7 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
     Args:
         resume_command: the command that resumes a stopped run.
     """
+    quiet()
     try:
         yield
     except UsageError as error:

@@ -1,6 +1,7 @@
 """``rl replay`` and ``rl verify`` beside what the run itself saw and wrote."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield request.param, found
     finally:
         os.chdir(before)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["replay", "--step", "5"]])
+def test_ctrl_c_ends_it_without_a_way_to_resume(run, command, monkeypatch, capsys):
+    """The temporary folder and what was saved in it are gone."""
+    monkeypatch.setattr(Witness, "on_train_batch_end", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(SystemExit) as end:
+        main([command[0], str(run[1]), *command[1:]])
+    assert end.value.code == 130 and "saved in" not in capsys.readouterr().err
 
 
 def same(a: Any, b: Any) -> bool:

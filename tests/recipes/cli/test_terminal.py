@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import io
 import os
 import re
 import subprocess
@@ -214,6 +215,14 @@ def test_completion_is_a_script_that_bash_takes(rl, tmp_path):
     assert done.stdout.splitlines() == ["ppo/cartpole.yaml", "doctor"]
     code, _, err = rl("completion", "fish")
     assert code == 1 and "'fish'" in err and "bash" in err and "zsh" in err
+
+
+def test_an_encoding_without_a_character_ends_no_command(rl, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := io.TextIOWrapper(written := io.BytesIO(), "ascii"))
+    code, _, err = rl("fit", "--config", "ppo/cartpole.yaml", "--data.n_envs", "0", "--threads", "1")
+    terminal.flush()
+    assert written.getvalue() == b"rl fit --config ppo/cartpole.yaml --data.n_envs 0 ?: starting\n"
+    assert code == 1 and "n_envs=0" in err
 
 
 @pytest.mark.slow
