@@ -15,6 +15,7 @@ from typing import Any
 
 from recipes.signals import Stopped
 from rl_modules.common.errors import UsageError
+from rl_modules.common.extras import PACKAGES, install
 
 #: Warnings that do not concern the person at the terminal, as regular expressions.
 _HIDDEN = (
@@ -141,20 +142,26 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
     except Exception as error:
         if not is_of_a_library(error):
             raise
-        print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
+        extra = next((extra for extra, packages in PACKAGES.items() if isinstance(error, ModuleNotFoundError)
+                      and any(package.startswith(f"{error.name}>") for package in packages)), None)  # fmt: skip
+        remedy = "" if extra is None else f": {install(extra)}"
+        print(f"error: {' '.join(str(error).split())[:600]}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error
 
 
 def is_of_a_library(error: BaseException) -> bool:
-    """Whether Lightning, its parser, Weights & Biases or torch's loading of weights raised an error, for the user."""
+    """Whether a library raised an error for the user, as for a missing package, or torch for weights that don't fit."""
     if is_of_users_code(error):
         return False
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     raised_in = str(last.f_globals.get("__name__"))
-    if isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module":
+    if isinstance(error, ModuleNotFoundError) or (
+        isinstance(error, RuntimeError) and raised_in == "torch.nn.modules.module"
+    ):
         return True
     return any(
-        name.startswith(("lightning.", "jsonargparse.", "wandb.")) for name in (type(error).__module__, raised_in)
+        name.startswith(("lightning.", "jsonargparse.", "wandb.", "gymnasium.error"))
+        for name in (type(error).__module__, raised_in)
     )
 
 

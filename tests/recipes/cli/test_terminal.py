@@ -225,6 +225,22 @@ def test_an_encoding_without_a_character_ends_no_command(rl, monkeypatch):
     assert code == 1 and "n_envs=0" in err
 
 
+def test_a_missing_package_of_an_extra_is_a_sentence_with_the_command_that_installs_it(rl, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    code, _, err = rl("fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "rows.csv",
+                      "--trainer.max_steps", "1")  # fmt: skip
+    assert code == 1 and "error: import of datasets halted" in err and "pip install" in err and "'datasets>=4'" in err
+
+
+def test_a_package_that_gymnasium_misses_is_a_sentence(rl, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    assert rl("fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--data.n_test_episodes=1")[0] == 0
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    code, _, err = rl("record", "--config", "ppo/cartpole.yaml", "--ckpt_path", "last", "--episodes", "1")
+    assert code == 1 and err.startswith("error: pygame is not installed, run `pip install")
+
+
 @pytest.mark.slow
 def test_the_first_line_and_the_first_update_come_soon(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
