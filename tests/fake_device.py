@@ -117,6 +117,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any], mode: FakeDevice | N
     )):  # fmt: skip
         _note(name.removeprefix("aten::"), mode)
     elif name == "aten::_to_copy" and goes_to is not None and _is_fake(goes_to) != bool(here):
+        if kwargs.get("non_blocking") and here:
+            raise RuntimeError("a copy to the host that does not block is read before it is there")
         if not (kwargs.get("non_blocking") and _is_fake(goes_to)):
             _note("to device" if _is_fake(goes_to) else "to cpu", mode)
     elif name == "aten::copy_" and here and there:

@@ -1,5 +1,6 @@
 """``graph=True`` with environments in torch: the run is the eager one, recorded or not."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,21 @@ def test_a_recorded_run_is_the_eager_run(name, records, monkeypatch):
     if records:
         assert 1 <= tapes.made <= 2
         assert tapes.replayed >= eager[0].datamodule.num_timesteps // (8 * eager[0].datamodule.n_steps) - 2
+
+
+@pytest.mark.parametrize("rate", [None, "lin_1e-3"])
+@pytest.mark.parametrize(("module", "env_id"), [(A2C, "torch/CartPole-v1"), (PQN, "torch/Maze-v0")])
+def test_steps_of_torch_for_recordings_are_its_usual_ones(module, env_id, rate, monkeypatch):
+    """A2C's RMSprop and PQN's RAdam, with rates and counts in tensors, which torch allows on GPUs only."""
+    eager, _ = train(module(learning_rate=rate), env_id, n_steps=16)
+    for kind in (torch.optim.RMSprop, torch.optim.RAdam):
+        place: Any = sys.modules[kind.__module__]
+        monkeypatch.setattr(place, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+    tapes = use_tapes(monkeypatch)
+    recorded, _ = train(module(learning_rate=rate, graph=True), env_id, n_steps=16)
+    assert tapes.replayed > 5 and recorded.optimizers[0].param_groups[0]["capturable"]
+    for name, x in eager.lightning_module.state_dict().items():
+        torch.testing.assert_close(recorded.lightning_module.state_dict()[name], x, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("records", [False, True])
