@@ -33,16 +33,11 @@ class MeansInPlace(Means):
     first call is checked as a recording, the later ones add to them too.
     """
 
-    def __init__(
-        self,
-        totals: dict[tuple[str, ...], Tensor] | None = None,
-        extremes: dict[tuple[str, str], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, before: "MeansInPlace | None" = None) -> None:
         super().__init__()
-        # Sums by names, and how often they were added to.
-        self._totals = {} if totals is None else totals
-        # By name and reduction.
-        self._extremes = {} if extremes is None else extremes
+        # Sums by names, and how often they were added to; others by name and reduction.
+        self._totals: dict[tuple[str, ...], Tensor] = {} if before is None else before._totals
+        self._extremes: dict[tuple[str, str], Tensor] = {} if before is None else before._extremes
 
     def add(self, values: Any, weight: Tensor | None = None) -> None:
         device = next((x.device for x in values.values() if isinstance(x, Tensor)), None)
@@ -86,7 +81,7 @@ class MeansInPlace(Means):
 
     def begun_anew(self) -> "MeansInPlace":
         self._read()
-        return MeansInPlace(self._totals, self._extremes)
+        return MeansInPlace(self)
 
     def means(self, trainer: Any = None) -> dict[str, float]:
         self._read()
