@@ -1,6 +1,7 @@
 """Environments and wrappers that are named by an import path, and Atari's games."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,10 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
         near = did_you_mean(name, gym.wrappers.__all__)
         raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
     try:
-        return found(env, **arguments)
+        declared = inspect.signature(found).parameters
+        tuples = {name for name, argument in declared.items() if "tuple" in str(argument.annotation)}  # YAML has lists
+        return found(env, **{name: tuple(value) if isinstance(value, list) and name in tuples else value
+                             for name, value in arguments.items()})  # fmt: skip
     except UsageError:
         raise
     except (gym.error.Error, TypeError, ValueError, AssertionError) as error:

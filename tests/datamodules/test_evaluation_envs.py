@@ -28,6 +28,14 @@ def lengths(trainer, model, data):
     return trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"]
 
 
+def test_a_list_of_a_yaml_file_is_the_tuple_that_a_wrapper_asks_for():
+    wrappers = [{"class_path": "ReshapeObservation", "init_args": {"shape": [2, 2]}}]
+    data = RolloutDataModule("CartPole-v1", wrappers=wrappers, **SMALL)
+    data.setup("check")
+    assert data.observation_space.shape == (2, 2)
+    data.teardown("check")
+
+
 @pytest.mark.long
 def test_evaluation_has_its_own_arguments_and_wrappers():
     limits = {"env_kwargs": {"max_episode_steps": 7}}
