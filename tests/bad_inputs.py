@@ -1103,8 +1103,9 @@ for name, says in {
     "max_prompt_length": "overlong=drop", "chat_template_path": "chat_template.jinja",
     "num_train_epochs": r"Trainer's max_epochs \(with PromptDataModule", "per_device_train_batch_size": r"batch_size \(the rows",
     "gradient_accumulation_steps": r"accumulate_grad_batches \(which divides batch_size",
-    "tools": "a completion is one turn", "rollout_func": "a completion is one turn",
-    "environment_factory": "a completion is one turn", "generation_kwargs": "temperature, top_k, top_p",
+    "rollout_func": "the datamodule's environment",
+    "environment_factory": "the datamodule's environment", "tools": "environment .*ToolEnvironment",
+    "max_tool_calling_iterations": "the datamodule's max_turns", "generation_kwargs": "temperature, top_k, top_p",
     "formatting_func": "columns of the datamodule", "shuffle_dataset": "streaming_buffer=1 keeps",
     "assistant_only_loss": "completion_only_loss", "dataset_text_field": "columns",
 }.items():  # fmt: skip

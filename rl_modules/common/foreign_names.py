@@ -53,6 +53,8 @@ TRL = {
     "reward_model": "model.reward_model_name_or_path",
     "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
     "assistant_only_loss": "data.completion_only_loss", "dataset_text_field": "data.columns",
+    "tools": "data.environment", "environment_factory": "data.environment", "rollout_func": "data.environment",
+    "max_tool_calling_iterations": "data.max_turns",
 }  # fmt: skip
 #: Arguments of the control algorithms, for a language module.
 CONTROL = {"init_from": "model.model_name_or_path"}
@@ -66,13 +68,11 @@ DIFFERENT = {
     "gradient_accumulation_steps": "which divides batch_size into micro-batches",
     "assistant_only_loss": "of a conversation it counts the assistant's turns, by default",
     "dataset_text_field": "{text: the field}",
+    "tools": "datamodules.language.tools:ToolEnvironment, with environment_kwargs={tools: […]}",
     "init_from": "a language model starts from the directory that `rl export --ckpt_path PATH --output FOLDER` writes",
 }  # fmt: skip
-_ONE_TURN = ("a completion is one turn here: nothing calls tools or an environment while it is written, and reward "
-             "functions get it when it has ended")  # fmt: skip
 #: What to use here in place of an option that does not exist.
 INSTEAD = {
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations"), _ONE_TURN),
     "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "
                          "repetition_penalty",
     "model_init_kwargs": "fields of the architecture are model_config; torch_dtype, attn_implementation, "
@@ -89,8 +89,8 @@ INSTEAD = {
 ELSEWHERE = {
     "ControlModule": "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), "
                      "devices and loggers to the Trainer",
-    "LanguageModule": "reward functions, prompts and generations belong to the datamodule, such as PromptDataModule; "
-                      "the model is named by model_name_or_path",
+    "LanguageModule": "reward functions, prompts, generations, max_length and packing belong to the datamodule, such as "
+                      "PromptDataModule; the model is named by model_name_or_path",
     "ControlDataModule": "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer",
     "LanguageArguments": "the model and its learning rate belong to the module, steps and devices to lightning.Trainer",
 }  # fmt: skip
