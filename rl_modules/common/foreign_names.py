@@ -89,8 +89,8 @@ INSTEAD = {
 ELSEWHERE = {
     "ControlModule": "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), "
                      "devices and loggers to the Trainer",
-    "LanguageModule": "reward functions, prompts, generations, max_length and packing belong to the datamodule, such as "
-                      "PromptDataModule; the model is named by model_name_or_path",
+    "LanguageModule": "reward functions, prompts, generations, max_length and packing belong to the datamodule, such "
+                      "as PromptDataModule; the model is named by model_name_or_path",
     "ControlDataModule": "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer",
     "LanguageArguments": "the model and its learning rate belong to the module, steps and devices to lightning.Trainer",
 }  # fmt: skip
