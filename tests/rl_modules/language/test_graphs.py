@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, masking_utils
 
 from benchmarks import gpu_cases
 from rl_modules import GRPO
@@ -26,6 +26,7 @@ from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
 from rl_modules.language.sampling.engine import EngineSpec, NativeEngine
 from tests.conformance.architectures import ARCHITECTURES, network
+from tests.fake_device import DEVICE, fake_device, move
 from tests.fake_graph import use_tapes
 from tests.marks import quick
 from tests.rl_modules.language.sampler_cases import settings, tiny_model
@@ -167,6 +168,47 @@ def test_a_replay_is_the_function_bit_for_bit(family, monkeypatch):
     found = by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)
     assert rows_of(found) == rows_of(expected)
     torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
+
+
+class Checked:
+    """A recording on the stand-in for a GPU, which refuses what a capture can't hold."""
+
+    made = replayed = 0
+
+    def __init__(self, device, generators, pool=None):
+        Checked.made += 1
+
+    def warm_up(self, run):
+        run()
+
+    def capture(self, run):
+        before, masking_utils.is_tracing = masking_utils.is_tracing, lambda *_: True  # as while CUDA captures
+        try:
+            with recordings.Recordable(()):
+                run()
+        finally:
+            masking_utils.is_tracing = before
+        self._run = run
+
+    def replay(self):
+        Checked.replayed += 1
+        self._run()
+
+
+OF_DEVICE = ["Bloom", "Cohere", "GPT-NeoX", "Granite", "Llama", "MPT", "OLMo-2", "OPT", "Qwen2", "Qwen3", "SmolLM3"]
+
+
+@pytest.mark.parametrize("name", quick(OF_DEVICE, "Qwen2", "Bloom"))
+def test_a_step_on_a_device_reads_nothing_back(name, monkeypatch, caplog):
+    monkeypatch.setitem(recordings.RECORDERS, DEVICE.type, Checked)
+    monkeypatch.setattr(Checked, "made", 0)
+    monkeypatch.setattr(Checked, "replayed", 0)
+    with fake_device(), caplog.at_level(logging.WARNING):
+        model = network(name).eval().requires_grad_(False)
+        move(model)
+        found = by_graphs(model, OF_ALL_LENGTHS, max_completion_length=6)
+        assert found.length.tolist() and not [record for record in caplog.records if "rl_modules" in record.name]
+    assert Checked.made == 2 and Checked.replayed >= 5  # the self-check's, and one for these rows
 
 
 def test_the_fake_finds_a_tensor_that_has_moved(fake):
