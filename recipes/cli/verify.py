@@ -121,7 +121,8 @@ class _Comparer:
         if position_of(trainer) == self.end.position:
             file = self.folder / "here.ckpt"
             trainer.save_checkpoint(file, weights_only=False)
-            self.comparison = Comparison.of(saved_runs.read(self.end.path), torch.load(file, weights_only=True))
+            here = torch.load(file, weights_only=True, map_location="cpu")  # as the other
+            self.comparison = Comparison.of(saved_runs.read(self.end.path), here)
             for logger in trainer.loggers:
                 logger.save()
             raise Reached

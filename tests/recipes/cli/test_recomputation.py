@@ -1,5 +1,6 @@
 """``rl replay`` and ``rl verify`` beside what the run itself saw and wrote."""
 
+import ast
 import os
 import signal
 from pathlib import Path
@@ -214,3 +215,18 @@ def test_errors_name_the_argument(run: Any, arguments: list[str], sentence: str,
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
+
+
+def test_files_are_loaded_to_the_cpu():
+    """A GPU's run saves tensors of the GPU: `rl verify` compares them with others, and a machine may have none."""
+    calls = [
+        (path.name, call)
+        for package in ("rl_modules", "datamodules", "recipes")
+        for path in Path(package).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) == "torch.load"
+        and ast.unparse(call.args[0]) != "buffer"
+    ]
+    assert len(calls) >= 2
+    assert [name for name, call in calls if "map_location" not in {word.arg for word in call.keywords}] == []
