@@ -116,8 +116,23 @@ def token_log_probs_gradient(
         logits, out, normaliser, tokens.unsqueeze(-1), factor
     ):
         probability = _log_softmax(piece, scratch, normaliser_piece, temperature).exp_()
-        result.copy_(probability.mul_(-weight).scatter_add_(-1, token, weight))
+        chosen = probability.gather(-1, token) * -weight + weight
+        torch.mul(probability, -weight, out=result).scatter_(-1, token, chosen.to(result.dtype))
     return out
+
+
+def log_probs_and_gradient(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """:func:`token_log_probs`, [B, L]; puts the gradient of their sum in place of the logits, [B, L, V]."""
+    found = _room(logits)
+    for scratch, piece, found_piece, token in _pieces(logits, found, tokens.unsqueeze(-1)):
+        largest = _room(piece)
+        weight = _shifted(piece, scratch, largest, temperature).exp_()
+        total = weight.sum(-1, keepdim=True)
+        chosen = as_float(piece.gather(-1, token)) - largest
+        found_piece.copy_(chosen / temperature - total.log())
+        slope = (1 - weight.gather(-1, token) / total) / temperature
+        torch.mul(weight, -1 / (total * temperature), out=piece).scatter_(-1, token, slope.to(piece.dtype))
+    return found.squeeze(-1)
 
 
 class _TokenEntropy(torch.autograd.Function):
@@ -194,7 +209,7 @@ def _log_total(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     total, largest = _room(logits), _room(logits)
     if logits.device.type == "cpu":
         for scratch, piece, total_piece in _pieces(logits, total):
-            source = piece if piece.dtype is scratch.dtype else scratch.copy_(piece)
+            source = _source(piece, scratch)
             source = source if temperature == 1.0 else torch.div(source, temperature, out=scratch)
             torch.sum(torch.exp(source, out=scratch), -1, keepdim=True, out=total_piece)
         # Neither overflow, nor lost small terms, nor a logarithm so large that float32 rounds it by more than 3e-6.
@@ -206,16 +221,21 @@ def _log_total(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return largest, total.log_()
 
 
+def _source(logits: Tensor, scratch: Tensor) -> Tensor:
+    """Logits for an operator whose other operand is float32: a GPU's reads bfloat16 as well, a CPU's would be slow."""
+    return logits if logits.dtype is scratch.dtype or not logits.is_cpu else scratch.copy_(logits)
+
+
 def _shifted(logits: Tensor, scratch: Tensor, largest: Tensor, temperature: float) -> Tensor:
     """Write (logits - max) / T into scratch, and max into largest: exponentials of these cannot overflow."""
-    source = logits if logits.dtype is scratch.dtype else scratch.copy_(logits)
-    torch.amax(source, -1, keepdim=True, out=largest)
+    source = _source(logits, scratch)
+    largest.copy_(source.amax(-1, keepdim=True))
     shifted = torch.sub(source, largest, out=scratch)
     return shifted if temperature == 1.0 else shifted.div_(temperature)
 
 
 def _log_softmax(logits: Tensor, scratch: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
     """Write log p = logits / T - log Σ exp(logits / T) into scratch."""
-    if temperature == 1.0 and logits.dtype is scratch.dtype:
-        return torch.sub(logits, normaliser, out=scratch)
+    if temperature == 1.0:
+        return torch.sub(_source(logits, scratch), normaliser, out=scratch)
     return scratch.copy_(logits).div_(temperature).sub_(normaliser)

@@ -179,12 +179,13 @@ def log_probs_at(
 
 
 def statistics(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
-) -> TokenStatistics:
-    """Computes statistics of the tokens ``target`` [1, m] from their logits [1, m, V]."""
-    log_prob = F.token_log_probs(logits, target, temperature)
+    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
+    log_probs: Callable[[Tensor, Tensor, float], Tensor] = F.token_log_probs,
+) -> TokenStatistics:  # fmt: skip
+    """Computes statistics of the tokens ``target`` [1, m] from their logits [1, m, V]; ``log_probs`` is called last."""
     spread = F.token_entropy(logits, temperature) if entropy else None
-    return TokenStatistics(log_prob, spread, logits.detach().argmax(-1) == target if accuracy else None)
+    is_likeliest = logits.detach().argmax(-1) == target if accuracy else None
+    return TokenStatistics(log_probs(logits, target, temperature), spread, is_likeliest)
 
 
 def is_large(tokens: int, model: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from rl_modules import functional as F
-from rl_modules.functional.tokens import token_log_probs_gradient
+from rl_modules.functional.tokens import log_probs_and_gradient, token_log_probs_gradient
 from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
@@ -108,7 +108,11 @@ class _Gradients:
         token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
         if more is not None:
             z.add_(more)
-        part, *found = torch.autograd.grad(logits, [x, *self._leaves], z)
+        self.add_from(x, logits, z)
+
+    def add_from(self, x: Tensor, logits: Tensor, slope: Tensor) -> None:
+        """Those of one tile, from the gradient with respect to its logits."""
+        part, *found = torch.autograd.grad(logits, [x, *self._leaves], slope)
         self.states.append(part)
         if self.weights is None:
             self.weights = [x.to(dtype) for x, dtype in zip(found, self._dtypes, strict=True)]
@@ -128,11 +132,12 @@ class _Tiles(torch.autograd.Function):
             with torch.set_grad_enabled(asked.at_once):
                 x = x.detach().requires_grad_(asked.at_once)
                 logits = asked.logits_of(x, i * asked.rows, cast)
-            parts.append(statistics(logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy))
+            z, *how = logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy
+            # No operation of a known tail needs its result in the backward pass.
+            parts.append(statistics(z, *how, log_probs_and_gradient if asked.at_once else F.token_log_probs))
             if asked.at_once:
-                log_prob = parts[-1].log_prob
-                gradients.add(asked, x, logits, (y, log_prob, torch.ones_like(log_prob)))
-            del logits
+                gradients.add_from(x, logits, z)
+            del logits, z
         log_prob, *others = (
             states.new_empty(0) if column[0] is None else torch.cat(column, 1) for column in zip(*parts, strict=True)
         )

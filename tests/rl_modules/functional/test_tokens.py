@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from rl_modules.functional import token_entropy, token_log_probs, tokens
+from tests.fake_device import DEVICE, fake_device
 
 from .helpers import generator, randn, repeatable, seeds
 
@@ -48,6 +49,41 @@ def test_nothing_is_shifted():
 def piece(request, monkeypatch):
     """Every way of cutting up (4, 3, 5) logits: into rows, some rows, sequences, some sequences, or not at all."""
     monkeypatch.setattr(tokens, "_PIECE_CPU", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_with_the_gradient_in_place_of_the_logits(temperature, dtype):
+    logits = (30 * randn(0, 4, 3, 5)).to(dtype)
+    logits[0, 0, 2] = -torch.inf
+    leaf, chosen = logits.double().clone().requires_grad_(), random_tokens(1, 5, 4, 3)
+    chosen[0, 0] = 1
+    expected = reference_log_probs(leaf, chosen, temperature)
+    (slope,) = torch.autograd.grad(expected.sum(), leaf)
+    found = tokens.log_probs_and_gradient(logits, chosen, temperature)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(logits.double(), slope, rtol=5e-3 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_device_reads_half_precision_without_a_copy(temperature):
+    logits, chosen, weight = randn(0, 4, 3, 50).bfloat16() * 8, random_tokens(1, 50, 4, 3), randn(2, 4, 3)
+
+    def found(device):
+        leaf = logits.to(device)
+        target, factor = chosen.to(device), weight.to(device)
+        log_prob = token_log_probs(leaf, target, temperature)
+        normaliser = (leaf.float() / temperature).logsumexp(-1, keepdim=True)
+        slope = tokens.token_log_probs_gradient(leaf, target, normaliser, factor, temperature, torch.empty_like(leaf))
+        entropy = token_entropy(leaf, temperature)
+        both = leaf.clone()
+        return [log_prob, slope, entropy, tokens.log_probs_and_gradient(both, target, temperature), both]
+
+    expected = found("cpu")
+    with fake_device():
+        for ours, other in zip(found(DEVICE), expected, strict=True):
+            torch.testing.assert_close(ours.inner, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("piece")
