@@ -14,6 +14,7 @@ from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import setting, warn_of_idle
+from rl_modules.fast import is_fast
 from rl_modules.language.architecture import (
     has_router,
     make_config,
@@ -311,6 +312,11 @@ class LanguageModule(LanguageMetrics):
             log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
+        compiles = self.hparams["torch_compile"] or self.hparams["use_liger_kernel"]
+        if is_fast() and self.device.type != "cpu" and not compiles and not is_sharded(self.model):
+            from rl_modules.language.fast.light_layers import lighten
+
+            lighten(self)
         self.check_architecture()
 
     def check_architecture(self) -> None:

@@ -132,9 +132,10 @@ class _Tiles(torch.autograd.Function):
             with torch.set_grad_enabled(asked.at_once):
                 x = x.detach().requires_grad_(asked.at_once)
                 logits = asked.logits_of(x, i * asked.rows, cast)
-            z, *how = logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy
+            z = logits.detach()
             # No operation of a known tail needs its result in the backward pass.
-            parts.append(statistics(z, *how, log_probs_and_gradient if asked.at_once else F.token_log_probs))
+            log_probs = log_probs_and_gradient if asked.at_once else F.token_log_probs
+            parts.append(statistics(z, y, asked.temperature, asked.entropy, asked.accuracy, log_probs))
             if asked.at_once:
                 gradients.add_from(x, logits, z)
             del logits, z

@@ -1,0 +1,136 @@
+"""Layers in place of a model's own: the same numbers, weights and names; less is kept for the backward pass."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from datamodules import InstructionDataModule, PromptDataModule
+from rl_modules import GRPO, SFT
+from rl_modules.language.fast.light_layers import FusedNorm, GatedLayer, lighten
+from tests.fake_device import FakeStrategy, fake_device
+from tests.marks import quick
+from tests.rl_modules.language.test_device import TINY, case
+from tests.training import fit
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+         "num_local_experts": 4}  # fmt: skip
+#: By transformers' name of an architecture: norms and gated layers that are replaced. Gemma multiplies by 1 + weight,
+#: GPT-OSS and OLMo round elsewhere, StableLM subtracts the mean, Phi-3's layer has one product for gate and up.
+FOUND = {"qwen2": (5, 2), "llama": (5, 2), "qwen3": (9, 2), "mistral": (5, 2), "smollm3": (5, 2), "granite": (5, 2),
+         "phi3": (5, 0), "mixtral": (5, 0), "gemma2": (0, 2), "gpt_oss": (0, 0), "olmo2": (0, 2), "stablelm": (0, 2),
+         "mamba": (3, 0)}  # fmt: skip
+
+
+def network(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def replaced(module: nn.Module) -> tuple[int, int]:
+    return sum(isinstance(m, FusedNorm) for m in module.modules()), sum(
+        isinstance(m, GatedLayer) for m in module.modules()
+    )
+
+
+def learned(model: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Logits and gradients, under autocast to a type."""
+    tokens = torch.arange(18).reshape(2, 9) * 7 % 50
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        logits = model(tokens, use_cache=False).logits
+    model.zero_grad()
+    logits.float().log_softmax(-1)[..., 3].sum().backward()
+    return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", quick(list(FOUND), "qwen2", "gemma2"))
+def test_numbers_and_weights_are_the_models_own(kind: str) -> None:
+    model = network(kind)
+    lighter = copy.deepcopy(model)
+    lighten(lighter)
+    assert replaced(lighter) == FOUND[kind]
+    assert list(lighter.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in lighter.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for ours, own in zip(learned(lighter), learned(model), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-6)
+    again = copy.deepcopy(lighter)
+    lighten(again)
+    assert replaced(again) == FOUND[kind]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_in_half_precision_the_results_have_the_models_types(kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = network(kind).to(dtype)
+        lighter = copy.deepcopy(model)
+        lighten(lighter)
+        assert replaced(lighter) == FOUND[kind]
+        for ours, own in zip(learned(lighter, torch.bfloat16), learned(model, torch.bfloat16), strict=True):
+            assert ours.dtype == own.dtype
+            assert (ours - own).abs().max() <= 0.05 * own.abs().max()
+
+
+def test_a_gated_layer_keeps_gate_and_up_alone() -> None:
+    layer = network("qwen2").model.layers[0].mlp
+    x = torch.randn(3, 40, 32)
+
+    def kept(module: nn.Module) -> int:
+        places: set[int] = set()
+
+        def pack(t: Tensor) -> Tensor:
+            if t.numel() == 3 * 40 * 48:
+                places.add(t.untyped_storage().data_ptr())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            result = module(x)
+        assert result.requires_grad
+        return len(places)
+
+    # Both keep the product too, which the last layer reads.
+    assert (kept(layer), kept(GatedLayer(layer))) == (4, 3)
+
+
+def module_and_data(name: str) -> tuple[Any, Any]:
+    settings: dict[str, Any] = {"model_config": TINY, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    if name == "grpo":
+        module = GRPO(**settings, beta=0.1, max_completion_length=5, completions_steps=0)
+        return module, PromptDataModule("addition", num_generations=4, n_train=24, batch_size=16, eval_steps=0)
+    more = {"sft": {}, "sft lora": {"lora": {"r": 2, "target_modules": "all-linear"}},
+            "sft checkpointing": {"gradient_checkpointing": True}}[name]  # fmt: skip
+    return SFT(**settings, **more), InstructionDataModule("addition", n_train=48, batch_size=8, eval_steps=0)
+
+
+@pytest.mark.parametrize("name", quick(["sft", "sft lora", "sft checkpointing", "grpo"], "sft lora", "grpo"))
+def test_a_run_is_the_same(name: str) -> None:
+    def trained(lightened: bool) -> dict[str, Tensor]:
+        module, data = module_and_data(name)
+        module.configure_model()
+        if lightened:
+            lighten(module)
+            assert min(replaced(module)) > 0
+        fit(module, data, max_steps=3)
+        return module.state_dict()
+
+    ours, own = trained(True), trained(False)
+    assert list(ours) == list(own)
+    for key, weight in own.items():
+        torch.testing.assert_close(ours[key], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_fast", ["1", "0"])
+def test_runs_on_a_device_take_them(is_fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_FAST", is_fast)
+    module, data = case("sft", "")
+    with fake_device():
+        fit(module, data, max_steps=1, accelerator="auto", strategy=FakeStrategy(), default_root_dir=tmp_path)
+    assert (min(replaced(module)) > 0) == (is_fast == "1")
