@@ -25,6 +25,7 @@ import rl_modules
 from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us, seconds_of
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from rl_modules import GRPO, PPO, SFT
+from rl_modules.language.fast.light_layers import lighten
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def decoding(place: Place) -> Iterator[Line]:
 
     module = SFT(model_config=place.model_config)
     module.configure_model()
+    lighten(module)  # as under a Trainer
     model = module.model.to(place.device, place.of(torch.bfloat16, torch.float32)).eval().requires_grad_(False)
     words, last = place.model_config["vocab_size"], place.model_config["vocab_size"] - 1
     generator = torch.Generator().manual_seed(0)

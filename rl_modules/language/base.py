@@ -251,8 +251,14 @@ class LanguageModule(LanguageMetrics):
 
                 use_liger_kernel(self.model, self.trainer.strategy.root_device)
             self.begin_run()
-        if sharding is not None and not is_sharded(self.model):
-            sharding.split_models(self, is_new)
+        brings_own_layers = hp.torch_compile or hp.use_liger_kernel
+        if sharding is not None:
+            if not is_sharded(self.model):
+                sharding.split_models(self, is_new)
+        elif is_fast() and not brings_own_layers and self.trainer.strategy.root_device.type != "cpu":
+            from rl_modules.language.fast.light_layers import lighten
+
+            lighten(self)
         if self.is_fitting and is_new:
             copy_for_averages(self)
 
@@ -312,11 +318,6 @@ class LanguageModule(LanguageMetrics):
             log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
-        compiles = self.hparams["torch_compile"] or self.hparams["use_liger_kernel"]
-        if is_fast() and self.device.type != "cpu" and not compiles and not is_sharded(self.model):
-            from rl_modules.language.fast.light_layers import lighten
-
-            lighten(self)
         self.check_architecture()
 
     def check_architecture(self) -> None:
