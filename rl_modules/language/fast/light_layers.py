@@ -2,14 +2,13 @@
 
 Transformers normalises in six operators, each of which reads and writes all activations, and keeps three of their
 results for the backward pass; torch's fused norm is one operator that keeps its input. A gated feed-forward layer keeps
-act(gate(x)) beside gate(x), from which it is computed again here.
+gate(x), act(gate(x)), up(x) and their product; here the second and the last are computed again.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rl_modules.common.modules import evaluation_mode
 
@@ -23,26 +22,6 @@ class FusedNorm(nn.RMSNorm):
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.to(dtype)
         return nn.functional.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(dtype)
-
-
-class _Gated(torch.autograd.Function):
-    """act(gate) · up, from which only these two are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.act = act
-        return act(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_()
-            active = ctx.act(leaf)
-        (slope,) = torch.autograd.grad(active, leaf, grad * up)
-        return slope, grad * active.detach(), None
 
 
 class GatedLayer(nn.Module):
@@ -59,7 +38,38 @@ class GatedLayer(nn.Module):
             self.add_module(name, other.get_submodule(name))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        active = self.act_fn(gate)
+        kept = _Kept(gate, up, self.act_fn, active)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            product = active * up
+            kept.product = product.untyped_storage().data_ptr()
+            return self.down_proj(product)
+
+
+class _Kept:
+    """What a product keeps for its backward pass: gate and up, from which act(gate) and the product come again."""
+
+    def __init__(self, gate: Tensor, up: Tensor, act: nn.Module, active: Tensor) -> None:
+        self.gate, self.up, self.act = gate, up, act
+        # The places of both tensors in memory, where nothing else can be as long as the forward pass holds them.
+        self.active, self.product = active.untyped_storage().data_ptr(), 0
+        self._computed: Tensor | None = None
+
+    def pack(self, x: Tensor) -> Tensor | tuple[bool, torch.Size]:
+        place = x.untyped_storage().data_ptr()
+        is_known = place in (self.active, self.product) and x.numel() == self.up.numel() and x.is_contiguous()
+        return (place == self.product, x.shape) if place and is_known else x  # 0: no memory of this process
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        is_product, shape = packed
+        active, self._computed = self.act(self.gate) if self._computed is None else self._computed, None
+        if not is_product:
+            return active.view(shape)
+        self._computed = active  # for the next one that is asked for
+        return (active * self.up).view(shape)
 
 
 def lighten(module: nn.Module) -> None:
