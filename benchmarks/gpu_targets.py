@@ -398,7 +398,7 @@ def _dead_inputs(run: Callable[[], object]) -> Iterator[Line]:
     torch.cuda.graph = partial(record, check_input_liveness=True)  # type: ignore[assignment,misc]
     try:
         run()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # an older torch does not know the argument
         said = " ".join(str(error).split())[:160]
     finally:
         torch.cuda.graph = record  # type: ignore[misc]
