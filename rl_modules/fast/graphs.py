@@ -9,6 +9,7 @@ import functools
 import linecache
 import traceback
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class CudaGraph:
     """One recording on a CUDA device. Its generators advance with every replay; ``pool`` is memory to share."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator], pool: Any = None) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
         for generator in generators:
             self._graph.register_generator_state(generator)
 
@@ -57,6 +58,10 @@ class CudaGraph:
             # Other threads may meanwhile pin memory for a loader.
             with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
+        except RuntimeError:
+            with suppress(RuntimeError):  # torch 2.12 does not end a capture that fails, later ones have
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
         finally:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
 

@@ -528,6 +528,7 @@ class FakeCuda:
         calls = {
             "device": lambda device: Context("device"), "stream": lambda stream: Context("side"),
             "Stream": lambda device: owner.log.append("new stream") or Stream(), "current_device": lambda: 0,
+            "graph_pool_handle": lambda: (0, 7),
             "current_stream": Stream, "synchronize": lambda device: owner.log.append("synchronize"),
             "empty_cache": lambda: None, "mem_get_info": lambda device: (owner.free, 2000),
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: owner.log.append("replay")),
@@ -536,6 +537,9 @@ class FakeCuda:
         }  # fmt: skip
         for name, call in calls.items():
             monkeypatch.setattr(torch.cuda, name, call)
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.log.append(f"end {pool}"), raising=False
+        )
         monkeypatch.setattr(recordings, "_side_stream", functools.cache(recordings._side_stream.__wrapped__))
 
 
@@ -558,7 +562,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
     cuda = FakeCuda(monkeypatch, fails=True)
     with pytest.raises(RuntimeError, match="not permitted"):
         graphs.Graph(lambda: cuda.log.append("step"), torch.device("cuda"))
-    assert cuda.log[-2:] == ["restore the stream", "leave device"]
+    assert cuda.log[-3:] == ["end (0, 7)", "restore the stream", "leave device"]
 
 
 @pytest.mark.parametrize("name", quick(["Mamba-2", "LFM2", "Qwen3-Next", "Mistral, window 8"], "Mistral, window 8"))
