@@ -29,7 +29,7 @@ class ForeignBoundary(Boundary):
     def reset(self, **arguments: Any) -> Any:
         observation, info = self.reset_with_infos(**arguments)
         self._require(self._misfit_of_batch(observation))
-        merges = isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        merges = isinstance(info, dict) and isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
         if merges and self.mode == AutoresetMode.SAME_STEP and (taken := sorted(ADDED.intersection(info))):
             raise UsageError(f"the environments of {self.name} return {', '.join(taken)} in the infos of a reset, "
                              "where Gymnasium puts those of an episode's end; call them otherwise")  # fmt: skip

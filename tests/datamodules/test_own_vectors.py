@@ -461,6 +461,15 @@ class SaysNothing(Counts):
         self.metadata = metadata
 
 
+def test_infos_that_are_a_list_are_named() -> None:
+    """As Gymnasium's wrapper DictInfoToList returns them, at a reset too."""
+    data = RolloutDataModule(
+        lambda: gym.wrappers.vector.DictInfoToList(make_plain()), total_timesteps=30, n_steps=10, batch_size=30
+    )
+    with pytest.raises(UsageError, match="must return observations, .* and a dictionary of infos, not"):
+        fit(PPO(net_arch=[8]), data)
+
+
 def test_a_vector_that_does_not_say_when_it_resets_is_named() -> None:
     """Its final observations are not read: what follows an episode's end counts as a reset."""
     with pytest.warns(UserWarning, match="SaysNothing has no metadata.*NEXT_STEP.*SAME_STEP there if"):
