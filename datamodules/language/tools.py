@@ -31,7 +31,8 @@ class Tools:
     """
 
     def __init__(self, functions: Sequence[str | Callable[..., Any]], result_limit: int = RESULT_LIMIT) -> None:
-        found = [load_object(f, "tool") if isinstance(f, str) else f for f in functions]
+        given: Any = [functions] if isinstance(functions, str) or callable(functions) else functions
+        found = [load_object(f, "tool") if isinstance(f, str) else f for f in given]
         self.functions = {getattr(function, "__name__", str(function)): function for function in found}
         if len(self.functions) < len(found):
             raise UsageError(f"tools={[getattr(f, '__name__', f) for f in found]} has two functions of one name, by "
@@ -53,7 +54,7 @@ class Tools:
         try:
             result = awaited(self.functions[call.name](**call.arguments))
             text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        except Exception as error:  # a tool's own, for the model to read
+        except (Exception, SystemExit) as error:  # a tool's own, for the model to read
             text = f"error: {type(error).__name__}: {error}"
         cut = len(text) - self.result_limit
         return text if cut <= 0 else f"{text[: self.result_limit]} [{cut} characters cut off]"

@@ -90,6 +90,24 @@ def test_a_wrong_call_is_an_observation(call, says):
     assert result.startswith("error: ") and says in result
 
 
+def leaves(x: int) -> str:
+    """Ends the program, as argparse does.
+
+    Args:
+        x: A number.
+    """
+    sys.exit(x)
+
+
+def test_a_tool_that_ends_the_program_is_an_observation():
+    assert Tools([leaves]).run(Call("leaves", {"x": 2})) == "error: SystemExit: 2"
+
+
+@pytest.mark.parametrize("one", [calculator, "datamodules.language.calculator:calculator"])
+def test_one_tool_needs_no_list(one):
+    assert ToolEnvironment(one).tools == [schema_of(calculator)]
+
+
 def test_a_long_result_is_cut_off():
     def much() -> str:
         """Writes much."""
