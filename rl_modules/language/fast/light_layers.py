@@ -73,11 +73,16 @@ class _Kept:
 
 
 def lighten(module: nn.Module) -> None:
-    """Replaces the layers within a module that give the same numbers as one of these."""
+    """Replaces the layers within a module that give the same numbers as one of these; one of each class is asked."""
+    agree: dict[type, bool] = {}
     for parent in list(module.modules()):
         for name, layer in parent.named_children():
-            lighter = _norm_of(layer) or _gated_of(layer)
-            if lighter is not None and _agree(layer, lighter):
+            lighter, kind = _norm_of(layer) or _gated_of(layer), type(layer)
+            if lighter is None:
+                continue
+            if kind not in agree:
+                agree[kind] = _agree(layer, lighter)
+            if agree[kind]:
                 parent._modules[name] = lighter.train(layer.training)
 
 
