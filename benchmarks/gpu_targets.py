@@ -192,7 +192,7 @@ def grpo(place: Place) -> Iterator[Line]:
     rng = random.Random(0)
     records = [{"prompt": _text(prompt, rng)} for _ in range(rows)]
     module = GRPO(model_config=place.model_config, max_completion_length=new, learning_rate=1e-6, loss_type="grpo",
-                  lr_scheduler_type="constant", logging_steps=1, completions_steps=0)  # fmt: skip
+                  lr_scheduler_type="constant", completions_steps=0)  # fmt: skip
     module.configure_model()
     _never_ends(module)
     weights, tokenizer = copy.deepcopy(module.model), module.tokenizer
@@ -260,8 +260,7 @@ def sft(place: Place) -> Iterator[Line]:
     for rows, length in shapes:
         records = [{"prompt": _text(length // 4, rng), "completion": _text(length - length // 4 - 1, rng)}
                    for _ in range(rows * 4)]  # fmt: skip
-        module = SFT(model_config=place.model_config, learning_rate=1e-5, lr_scheduler_type="constant",
-                     logging_steps=1)  # fmt: skip
+        module = SFT(model_config=place.model_config, learning_rate=1e-5, lr_scheduler_type="constant")
         module.configure_model()
         weights, tokenizer = copy.deepcopy(module.model), module.tokenizer
         place.forget_the_peak()
