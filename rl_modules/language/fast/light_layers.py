@@ -75,9 +75,12 @@ class _Kept:
 def lighten(module: nn.Module) -> None:
     """Replaces the layers within a module that give the same numbers as one of these; one of each class is asked."""
     agree: dict[type, bool] = {}
-    for parent in list(module.modules()):
+    parents = list(module.modules())
+    # Under gradient checkpointing layers keep nothing, and what a gated one computes again would be kept.
+    recomputes = any(getattr(part, "gradient_checkpointing", False) for part in parents)
+    for parent in parents:
         for name, layer in parent.named_children():
-            lighter, kind = _norm_of(layer) or _gated_of(layer), type(layer)
+            lighter, kind = _norm_of(layer) or (None if recomputes else _gated_of(layer)), type(layer)
             if lighter is None:
                 continue
             if kind not in agree:
