@@ -235,7 +235,8 @@ class Report:
     """Prints rows as they come and keeps them, until the time is over."""
 
     def __init__(self, total_s: float, path: Path | None, about: dict[str, Any]) -> None:
-        self.ends_s, self.path, self.about = time.perf_counter() + total_s, path, about
+        self.began_s, self.path, self.about = time.perf_counter(), path, about
+        self.ends_s = self.began_s + total_s
         self.rows: list[dict[str, Any]] = []
 
     def show(self, case: str, cells: list[Any], row: dict[str, Any]) -> None:
@@ -243,7 +244,8 @@ class Report:
         self.rows.append({"case": case, **row})
         if self.path is not None:  # a run that is stopped from outside leaves what it has
             part = self.path.with_name(f"{self.path.name}.part")
-            part.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1), "utf-8")
+            so_far = {**self.about, "seconds": time.perf_counter() - self.began_s, "rows": self.rows}
+            part.write_text(json.dumps(so_far, indent=1), "utf-8")
             part.replace(self.path)
 
     def run(self, case: str, budget_s: float, run: Callable[[], None]) -> None:
@@ -324,7 +326,6 @@ def main(args: list[str] | None = None) -> list[dict]:
           f"{speed['bandwidth'] / 1e9:.3g} GB/s", flush=True)  # fmt: skip
     report = Report(given.seconds, given.json, {"device": name, "torch": torch.__version__, **speed})
     place = Place(device, given.cpu, speed["matmul"])
-    began_s = time.perf_counter()
     # An alarm waits for the end of a call into the driver, this doesn't.
     faulthandler.dump_traceback_later(given.seconds + 20, exit=True, file=sys.__stderr__)
     try:
@@ -337,7 +338,7 @@ def main(args: list[str] | None = None) -> list[dict]:
             measure_modules(report, cases, size, device, given.steps, speed)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    print(f"\nAll of it took {time.perf_counter() - began_s:.0f} s (≤ 480).", flush=True)
+    print(f"\nAll of it took {time.perf_counter() - report.began_s:.0f} s (≤ 480).", flush=True)
     return report.rows
 
 
