@@ -119,6 +119,23 @@ def test_a_gated_layer_keeps_gate_and_up_alone(dtype: torch.dtype | None) -> Non
         assert torch.equal(ours, others)
 
 
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_a_layer_that_is_recomputed_keeps_its_input_alone(how: Any) -> None:
+    tokens, kept = torch.arange(120).reshape(3, 40) % 50, []
+    for lightened in (False, True):
+        module = SFT(model_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+                                   "num_attention_heads": 4}, gradient_checkpointing=how)  # fmt: skip
+        module.configure_model()
+        if lightened:
+            lighten(module)
+            assert replaced(module) == (7, 0)
+        with Alive(3 * 40 * 48) as alive:
+            logits = module.model.train()(tokens, use_cache=False).logits
+            kept.append(alive.count)
+        logits.sum().backward()
+    assert kept[1] <= kept[0]
+
+
 def module_and_data(name: str) -> tuple[Any, Any]:
     settings: dict[str, Any] = {"model_config": TINY, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     if name == "grpo":
