@@ -39,7 +39,7 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 def parameters_of(func: Callable[..., Any]) -> Parameters:
     """A function's parameters; of a builtin written in C, which has no signature, ``**columns``."""
     try:
-        return inspect.signature(func).parameters
+        return dict(inspect.signature(func).parameters)  # which pickles, as for ranks that are spawned
     except (TypeError, ValueError):
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
 

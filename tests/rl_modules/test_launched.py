@@ -1,5 +1,6 @@
 """Ranks that this process starts (``ddp_notebook``, ``ddp_fork``, ``ddp_spawn``) return a module that can be used."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ def test_a_second_fit_starts_from_the_returned_weights(tmp_path: Path) -> None:
 def sft() -> tuple[SFT, Any]:
     tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return SFT(model_config=tiny), InstructionDataModule("addition", n_train=64, batch_size=8, n_eval=4, eval_steps=2)
+
+
+@pytest.mark.parametrize("make", [ppo, dqn, sac, sft])
+def test_what_ranks_are_spawned_with_pickles(make: Any) -> None:
+    model, data = pickle.loads(pickle.dumps(make()))
+    assert type(data) is type(make()[1]) and model.hparams.keys() == make()[0].hparams.keys()
 
 
 @pytest.mark.long
