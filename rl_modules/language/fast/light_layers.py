@@ -106,17 +106,18 @@ def _gated_of(layer: nn.Module) -> GatedLayer | None:
 
 @torch.no_grad()
 def _agree(layer: nn.Module, lighter: Any) -> bool:
-    """Whether two layers give the same numbers, in each type that they may be given."""
+    """Whether two layers give the same numbers, small and large, in each type that they may be given."""
     is_norm = isinstance(lighter, FusedNorm)
     own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
     try:
         size = lighter.weight.numel() if is_norm else lighter.gate_proj.in_features
-        x = torch.linspace(-9, 9, 4 * size, device=next(layer.parameters()).device).sin().reshape(1, 4, size)
+        x = torch.linspace(-9, 9, 4 * size, dtype=torch.float32).sin().reshape(1, 4, size)
+        x = (x * torch.tensor([[1.0], [10.0], [100.0], [1000.0]])).to(next(layer.parameters()).device)
         with evaluation_mode([*layer.modules(), *lighter.modules()]):
             for dtype in {own, torch.float32, torch.bfloat16} if is_norm else {own}:
                 a, b = layer(x.to(dtype)), lighter(x.to(dtype))
                 most = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2  # one of them may round twice
-                if a.dtype != b.dtype or not bool((a - b).abs().max() <= most * a.abs().max()):
+                if a.dtype != b.dtype or not bool(((a - b).abs().amax(-1) <= most * a.abs().amax(-1)).all()):
                     return False
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False  # a layer of other arguments

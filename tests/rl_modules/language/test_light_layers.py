@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import GRPO, SFT
@@ -79,6 +80,18 @@ def test_in_half_precision_the_results_have_the_models_types(kind: str) -> None:
         for ours, own in zip(learned(lighter, torch.bfloat16), learned(model, torch.bfloat16), strict=True):
             assert ours.dtype == own.dtype
             assert (ours - own).abs().max() <= 0.05 * own.abs().max()
+
+
+def test_a_layer_that_bounds_large_numbers_stays() -> None:
+    class Bounded(Qwen2MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-100, 100))
+
+    model = network("qwen2")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Bounded
+    lighten(model)
+    assert replaced(model) == (5, 0)
 
 
 class Alive(TorchDispatchMode):
