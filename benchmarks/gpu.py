@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.gpu_cases import CASES, HALF_BILLION, TINY, Case, Size, write_data, write_judge
+from benchmarks.gpu_cases import CASES, HALF_BILLION, TINY, Case, Size, drawn_once, write_data, write_judge
 from benchmarks.gpu_targets import TARGETS, Place, Target
 
 #: Operators whose result the host waits for.
@@ -143,7 +143,8 @@ def fit(case: Case, size: Size, folder: Path, device: torch.device, steps: int, 
                 "precision": "bf16-mixed" if device.type == "cuda" and case.is_language else "32-true"}  # fmt: skip
     ckpt_path = more.pop("ckpt_path", None)
     trainer = L.Trainer(**{**settings, **more})
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    with drawn_once() if case.is_language else nullcontext():
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return trainer, module
 
 

@@ -4,13 +4,14 @@ import json
 import random
 import string
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from datamodules import (
@@ -92,10 +93,29 @@ def write_data(size: Size, folder: Path, n: int = 256) -> None:
             pairs.write(json.dumps(row) + "\n")
 
 
+@contextmanager
+def drawn_once() -> Iterator[None]:
+    """Leaves the first numbers of large layers to transformers, which draws them again: half a model's making."""
+    before = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
+
+    def small(layer: Any) -> None:
+        if layer.weight.numel() < 2**16:
+            next(reset for kind, reset in before.items() if isinstance(layer, kind))(layer)
+
+    for kind in before:
+        kind.reset_parameters = small  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, reset in before.items():
+            kind.reset_parameters = reset  # type: ignore[method-assign]
+
+
 def write_judge(size: Size, folder: Path) -> None:
     """A reward model with random weights, in ``judge``."""
     module = RewardModel(model_config=size.model_config)
-    module.configure_model()
+    with drawn_once():
+        module.configure_model()
     module.export(folder / "judge")
 
 
@@ -179,6 +199,11 @@ def _sac_graph(size: Size, folder: Path) -> tuple[Any, Any]:
 
 
 CASES = (
+    # The short ones first: where time runs out, the last are left out.
+    Case("PPO", _ppo, 0, 0, is_language=False),
+    Case("DQN", _dqn, 0, 0, is_language=False),
+    Case("PPO, one graph", _ppo_graph, 0, 0, is_language=False),
+    Case("SAC, a graph", _sac_graph, 0, 0, is_language=False),
     Case("SFT", _sft(), 1, 1),
     Case("RewardModel", _reward_model, 1, 1),
     Case("DPO", _dpo, 2, 1),
@@ -194,10 +219,6 @@ CASES = (
     Case("SFT, compiled layers", _sft(torch_compile=True), 1, 1),
     Case("SFT, packed", _packed(), 1, 1),
     Case("SFT, packed, varlen", _packed(attn_implementation="varlen"), 1, 1),
-    Case("PPO", _ppo, 0, 0, is_language=False),
-    Case("DQN", _dqn, 0, 0, is_language=False),
-    Case("PPO, one graph", _ppo_graph, 0, 0, is_language=False),
-    Case("SAC, a graph", _sac_graph, 0, 0, is_language=False),
 )
 
 

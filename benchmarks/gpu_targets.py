@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 
 import rl_modules
-from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us, seconds_of
+from benchmarks.gpu_cases import HALF_BILLION, TINY, attention_us, drawn_once, seconds_of
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from rl_modules import GRPO, PPO, SFT
 from rl_modules.language.fast.light_layers import lighten
@@ -138,7 +138,8 @@ def decoding(place: Place) -> Iterator[Line]:
     from rl_modules.language.sampling.draw import NextToken
 
     module = SFT(model_config=place.model_config)
-    module.configure_model()
+    with drawn_once():
+        module.configure_model()
     lighten(module)  # as under a Trainer
     model = module.model.to(place.device, place.of(torch.bfloat16, torch.float32)).eval().requires_grad_(False)
     words, last = place.model_config["vocab_size"], place.model_config["vocab_size"] - 1
@@ -193,7 +194,8 @@ def grpo(place: Place) -> Iterator[Line]:
     records = [{"prompt": _text(prompt, rng)} for _ in range(rows)]
     module = GRPO(model_config=place.model_config, max_completion_length=new, learning_rate=1e-6, loss_type="grpo",
                   lr_scheduler_type="constant", completions_steps=0)  # fmt: skip
-    module.configure_model()
+    with drawn_once():
+        module.configure_model()
     _never_ends(module)
     weights, tokenizer = copy.deepcopy(module.model), module.tokenizer
     data = PromptDataModule(dataset=Dataset.from_list(records), batch_size=rows, num_generations=4, eval_steps=0,
@@ -261,7 +263,8 @@ def sft(place: Place) -> Iterator[Line]:
         records = [{"prompt": _text(length // 4, rng), "completion": _text(length - length // 4 - 1, rng)}
                    for _ in range(rows * 4)]  # fmt: skip
         module = SFT(model_config=place.model_config, learning_rate=1e-5, lr_scheduler_type="constant")
-        module.configure_model()
+        with drawn_once():
+            module.configure_model()
         weights, tokenizer = copy.deepcopy(module.model), module.tokenizer
         place.forget_the_peak()
         stamps = Stamps(place)
