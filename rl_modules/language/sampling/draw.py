@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.fast import is_fast
+from rl_modules.language.fast.block_draw import draw_by_blocks
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class NextToken:
         if self.temperature == 0:
             token = scores.argmax(-1)
             highest = scores.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-            return token, torch.where(highest.isnan(), highest, 0.0)  # the caller reports NaN
-        shifted = scores - scores.amax(-1, keepdim=True)
+            return token, torch.where(highest.isnan(), highest, 0.0).float()  # the caller reports NaN
+        if is_fast() and not scores.is_cpu:
+            return draw_by_blocks(scores, uniform)
+        shifted = scores - scores.amax(-1, keepdim=True).float()
         # In float64 the sum over a vocabulary of any size is exact enough for a draw's 52 bits to reach every token.
         cumulative = shifted.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
@@ -61,7 +65,13 @@ class NextToken:
         return token.squeeze(-1), log_prob.squeeze(-1).float()
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The logarithms of the probabilities up to a constant, (B, V) float32; -inf for what can't be drawn."""
+        """The logarithms of the probabilities up to a constant, (B, V); -inf for what can't be drawn.
+
+        They are float32; a GPU's logits that nothing changes stay as they are.
+        """
+        is_plain = self.temperature in (0, 1) and self.repetition_penalty == 1 and not self.truncates
+        if is_plain and not logits.is_cpu:
+            return logits
         scores = logits.float()
         if self.repetition_penalty != 1:
             if seen is None:

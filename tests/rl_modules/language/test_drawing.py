@@ -11,7 +11,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rl_modules.language.fast.block_draw import draw_by_blocks
 from rl_modules.language.sampling.draw import NextToken, uniforms
+from tests.fake_device import DEVICE, fake_device
 
 
 def logits_of(seed: int, *shape: int, spread: float = 2.0) -> torch.Tensor:
@@ -110,6 +112,44 @@ def test_a_large_vocabulary_keeps_its_proportions():
     start[order] = logits.double().softmax(-1)[order].cumsum(-1)
     counts = torch.histc(start[token].float(), 20, 0, 1)
     assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # 19 degrees of freedom: one in a thousand
+
+
+@pytest.mark.parametrize("words", [7, 512, 4099, 5120, 30_000])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.6}, {"temperature": 0.3}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_by_blocks_is_that_of_all_words_in_order(words, filters, dtype):
+    logits = logits_of(0, 200, words, spread=3.0).to(dtype)
+    logits[0], logits[1, :-1], logits[2, 1:], logits[3] = 0.0, -torch.inf, -torch.inf, -torch.inf
+    logits[3, ::600] = 0.0  # a word of every block or none, with the ends of the interval below
+    ends = torch.tensor([0.0, 1 - 2.0**-52, 0.5, 1 - 2.0**-52], dtype=torch.float64)
+    rule, uniform = NextToken(**filters), torch.cat([ends, evenly(196)])
+    scores = rule.scores(logits)
+    for ours, other in zip(draw_by_blocks(scores, uniform), rule.draw_from(scores, uniform), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
+
+
+def test_no_block_draws_a_word_that_is_ruled_out():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.full((20_000, 2000), -torch.inf)
+    allowed = torch.randint(2000, (20_000, 3), generator=generator)
+    scores.scatter_(-1, allowed, torch.randn(20_000, 3, generator=generator) * 30)
+    # The ends of words, where sums are rounded.
+    uniform = scores.double().softmax(-1).cumsum(-1).gather(-1, allowed[:, :1]).squeeze(-1).clamp(max=1 - 2.0**-52)
+    _, log_prob = draw_by_blocks(scores, uniform)
+    assert log_prob.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("is_fast", ["1", "0"])
+def test_a_device_draws_from_half_precision(temperature, is_fast, monkeypatch):
+    monkeypatch.setenv("RL_FAST", is_fast)
+    logits = logits_of(0, 50, 5000, spread=3.0).bfloat16()
+    expected = NextToken(temperature).draw(logits, evenly(50))
+    with fake_device():
+        found = NextToken(temperature).draw(logits.to(DEVICE), evenly(50).to(DEVICE))
+        assert (NextToken(temperature).scores(logits.to(DEVICE)).dtype is torch.bfloat16) == (temperature in (0, 1))
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.inner, other, rtol=1e-6, atol=1e-6)
 
 
 def test_the_ends_of_the_interval_draw_tokens_that_are_allowed():
