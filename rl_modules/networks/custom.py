@@ -72,7 +72,7 @@ def as_floats(observation: Any, space: spaces.Space) -> Any:
     if isinstance(space, spaces.Tuple):
         return {str(i): as_floats(observation[str(i)], part) for i, part in enumerate(space)}
     if isinstance(space, spaces.Discrete):
-        return nnf.one_hot(observation.long().reshape(len(observation)), int(space.n)).float()
+        return nnf.one_hot(observation.long().reshape(-1), int(space.n)).float()
     if isinstance(space, spaces.MultiDiscrete):
         choices = observation.long().flatten(1).unbind(1)
         options = space.nvec.reshape(-1).tolist()

@@ -68,7 +68,7 @@ class VectorEncoder(nn.Module):
             flat = flat if flat.is_floating_point() else flat.float()
             return flat if self.scale == 1.0 else flat / self.scale
         # On a CPU torch's `one_hot` reads the choices back to check them; `scatter_` checks them too.
-        zeros = (torch.zeros((len(flat), n), dtype=torch.float32, device=flat.device) for n in self.options)
+        zeros = (torch.zeros((flat.shape[0], n), dtype=torch.float32, device=flat.device) for n in self.options)
         choices = flat.long().split(1, 1)
         return torch.cat([x.scatter_(1, c, 1.0) for x, c in zip(zeros, choices, strict=True)], dim=1)
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode, tree_map
+from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict
 from rl_modules.crossq import RenormalizedCritics
 from rl_modules.fast import relu_mlp
@@ -18,6 +18,7 @@ from rl_modules.fast.modules import FastTanh
 from rl_modules.fast.relu_mlp import pays
 from rl_modules.networks.actor_critic import ActorCritic
 from rl_modules.networks.critics import Critics, ValueNetwork
+from rl_modules.networks.custom import as_floats
 from rl_modules.networks.encoders import build_encoder
 from rl_modules.networks.layers import ParallelMLP
 from rl_modules.networks.nature_cnn import NatureCNN, image_brief
@@ -307,6 +308,28 @@ def test_exported_tanh_holds_no_global_tensor_and_has_the_same_bits():
     assert not [node for node in program.graph.nodes if node.op == "get_attr"]
     assert not program.constants
     assert torch.equal(program.module()(x), FastTanh()(x))
+
+
+class Floats(nn.Module):
+    """What a feature extractor of the user's gets."""
+
+    def __init__(self, space):
+        super().__init__()
+        self.space = space
+
+    def forward(self, observation):
+        return as_floats(observation, self.space)
+
+
+@pytest.mark.parametrize("make", [build_encoder, Floats])
+@pytest.mark.parametrize("name", ["Discrete", "MultiDiscrete", "MultiBinary", "Tuple"])
+def test_exported_encoders_take_batches_of_any_size(name, make):
+    space, encoder = SPACES[name][0], make(SPACES[name][0])
+    sizes = tree_map(lambda x: {0: torch.export.Dim("batch")}, batch(space, 8))
+    program = torch.export.export(encoder, (batch(space, 8),), dynamic_shapes=(sizes,)).module()
+    for n in (8, 3):
+        found, expected = (tree_leaves(one(x)) for x in [batch(space, n)] for one in (program, encoder))
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(("space", "text"), [
