@@ -23,13 +23,13 @@ def draw_by_blocks(scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     total = upto[:, -1:]
     aim = uniform.unsqueeze(-1) * total
     block = torch.searchsorted(upto, aim, right=True).clamp_(max=sums.shape[-1] - 1)
+    size = sums.gather(-1, block)
+    # Sums of blocks are float32: the place within one is relative, so that each of its words has its share.
+    place = ((aim - upto.gather(-1, block) + size) / size).clamp_(0, 1 - 2.0**-52)
     column = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)
     found = weight.gather(-1, column.clamp(max=words - 1)).masked_fill_(column >= words, 0.0)
-    before = upto.gather(-1, block) - sums.gather(-1, block)
-    within = before + found.cumsum(-1, dtype=torch.float64)
-    # The block's sum is rounded. Within the bounds of its words one is found whose probability is above 0.
-    aim = torch.maximum(torch.minimum(aim, within[:, -1:] * (1 - 2.0**-52)), before)
-    token = block * _BLOCK + torch.searchsorted(within, aim, right=True)
+    within = found.cumsum(-1, dtype=torch.float64)
+    token = block * _BLOCK + torch.searchsorted(within, place * within[:, -1:], right=True)
     token.clamp_(max=words - 1)  # only NaN logits get past the end; the caller reports them
     log_prob = scores.gather(-1, token).float() - largest - total.log()
     return token.squeeze(-1), log_prob.squeeze(-1).float()

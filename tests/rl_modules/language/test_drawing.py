@@ -1,5 +1,7 @@
 """Draws against closed forms: exact counts for evenly spread numbers, transformers' processors, SplitMix64."""
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -126,6 +128,17 @@ def test_a_draw_by_blocks_is_that_of_all_words_in_order(words, filters, dtype):
     scores = rule.scores(logits)
     for ours, other in zip(draw_by_blocks(scores, uniform), rule.draw_from(scores, uniform), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
+
+
+def test_no_block_loses_an_unlikely_word():
+    scores = torch.zeros(1, 1024)
+    scores[0, 511] = scores[0, 0] = -25.0  # e⁻²⁵ of a block's 510 is lost in its float32 sum
+    n, share = 64, math.exp(-25.0) / (1022 + 2 * math.exp(-25.0))
+    for word, before in ((511, 510 / 1022), (0, 0.0)):
+        uniform = before + share * (torch.arange(-3 * n, 3 * n, dtype=torch.float64) + 0.5) / n
+        uniform = uniform[uniform >= 0]
+        token, _ = draw_by_blocks(scores.expand(len(uniform), -1), uniform)
+        assert abs(int((token == word).sum()) - n) <= n // 8
 
 
 def test_no_block_draws_a_word_that_is_ruled_out():
