@@ -53,20 +53,25 @@ def checked(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8")
         content = yaml.safe_load(text)  # a tag would make a Python object
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         mark: Any = getattr(error, "problem_mark", None)
         place = path if mark is None else f"{path}:{mark.line + 1}"
         raise UsageError(f"{place}: not a valid YAML file in UTF-8, {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"{path} holds {content!r:.60}, where a config has the keys model, data and perhaps trainer")
     pending = [yaml.compose(text, yaml.SafeLoader)]
     while pending:
         node: Any = pending.pop()
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         names = [key.value for key, _ in pairs]
-        for i, (key, _) in enumerate(pairs):
-            if key.value in names[:i] and key.value != "<<":
-                raise UsageError(f"{path}:{key.start_mark.line + 1}: the key {key.value!r} is given twice")
+        for i, (key, value) in enumerate(pairs):
+            wrong = "is given twice" if key.value in names[:i] and key.value != "<<" else ""
+            if "class_path" in names and key.value not in ("class_path", "init_args", "dict_kwargs"):
+                wrong = "stands beside class_path; an argument of the class stands below init_args"
+            elif key.value == "init_args" and value.tag.endswith(":null"):
+                wrong = "is empty; leave it out"
+            if wrong:
+                raise UsageError(f"{path}:{key.start_mark.line + 1}: the key {key.value!r} {wrong}")
         pending += [value for _, value in pairs] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
     return content
 

@@ -189,7 +189,11 @@ config(
     "did you mean --trainer.max_steps",
 )
 config("gamma beside class_path", "model:\n  class_path: PPO\n  gamma: 0.9\ndata: RolloutDataModule\n",
-       "gamma", "Option 'class_path' is not accepted")  # fmt: skip
+       "mine.yaml:3", "'gamma' stands beside class_path", "below init_args")  # fmt: skip
+config("init_args of nothing", "model:\n  class_path: PPO\n  init_args:\ndata: RolloutDataModule\n", "mine.yaml:3",
+       "'init_args' is empty", "leave it out")  # fmt: skip
+config("a number as key", "model: PPO\ndata: RolloutDataModule\n1: 2\n", "mine.yaml", "model, data")
+config("a deep list", "model: " + "[" * 3000 + "]" * 3000, "mine.yaml", "recursion depth")
 config("init_args alone", "model:\n  init_args:\n    gamma: 0.9\ndata: RolloutDataModule\n", "model", "CLASS")
 config("init_args of a list", "model:\n  class_path: PPO\n  init_args: [1]\ndata: RolloutDataModule\n", "init_args")
 config("class_path of nothing", "model:\n  class_path:\ndata: RolloutDataModule\n", "model", "CLASS")
