@@ -5,6 +5,7 @@ results for the backward pass; torch's fused norm is one operator that keeps its
 gate(x), act(gate(x)), up(x) and their product; here the second and the last are computed again.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class _Kept:
     def pack(self, x: Tensor) -> Tensor | tuple[bool, torch.Size]:
         place = x.untyped_storage().data_ptr()
         is_known = place in (self.active, self.product) and x.numel() == self.up.numel() and x.is_contiguous()
+        is_known &= x.dtype is self.gate.dtype  # autocast, in which the backward pass is not, has made others
         return (place == self.product, x.shape) if place and is_known else x  # 0: no memory of this process
 
     def unpack(self, packed: Any) -> Tensor:
@@ -73,26 +75,37 @@ class _Kept:
 
 
 def lighten(module: nn.Module) -> None:
-    """Replaces the layers within a module that give the same numbers as one of these; one of each class is asked."""
-    agree: dict[type, bool] = {}
+    """Replaces the layers within a module that give the same numbers as one of these; one of each kind is asked."""
+    agree: dict[Any, bool] = {}
     parents = list(module.modules())
     # Under gradient checkpointing layers keep nothing, and what a gated one computes again would be kept.
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in parents)
     for parent in parents:
         for name, layer in parent.named_children():
-            lighter, kind = _norm_of(layer) or (None if recomputes else _gated_of(layer)), type(layer)
-            if lighter is None:
+            lighter = _norm_of(layer) or (None if recomputes else _gated_of(layer))
+            if lighter is None or not _is_plain(layer):
                 continue
+            # Layers of a class may differ by a setting, as in Gemma-3n by their sparsity.
+            settings = [value for value in vars(layer).values() if isinstance(value, bool | float | str)]
+            kind = type(layer), *settings, *(weight.dtype for weight in layer.parameters())
             if kind not in agree:
                 agree[kind] = _agree(layer, lighter)
             if agree[kind]:
                 parent._modules[name] = lighter.train(layer.training)
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether its class alone says what a layer does with one argument, which Mamba-2's norms with a gate do not."""
+    is_changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return not is_changed and len(inspect.signature(layer.forward).parameters) == 1
+
+
 def _norm_of(layer: nn.Module) -> FusedNorm | None:
     eps, weight = getattr(layer, "variance_epsilon", getattr(layer, "eps", None)), layer._parameters.get("weight")
     if weight is None or weight.ndim != 1 or not isinstance(eps, float) or isinstance(layer, FusedNorm):
         return None
+    if len(layer.state_dict()) != 1:
+        return None  # a bias, say
     norm = FusedNorm(list(weight.shape), eps, device="meta")
     norm.weight = weight
     return norm
@@ -101,7 +114,9 @@ def _norm_of(layer: nn.Module) -> FusedNorm | None:
 def _gated_of(layer: nn.Module) -> GatedLayer | None:
     is_gated = layer._modules.keys() == set(_GATED) and not isinstance(layer, GatedLayer)
     act = layer._modules.get("act_fn")
-    return GatedLayer(layer) if is_gated and act is not None and not list(act.parameters()) else None
+    if act is None or list(act.parameters()) or getattr(act, "inplace", False) or layer._parameters or layer._buffers:
+        return None
+    return GatedLayer(layer) if is_gated else None
 
 
 @torch.no_grad()
@@ -112,7 +127,7 @@ def _agree(layer: nn.Module, lighter: Any) -> bool:
     try:
         size = lighter.weight.numel() if is_norm else lighter.gate_proj.in_features
         x = torch.linspace(-9, 9, 4 * size, dtype=torch.float32).sin().reshape(1, 4, size)
-        x = (x * torch.tensor([[1.0], [10.0], [100.0], [1000.0]])).to(next(layer.parameters()).device)
+        x = (x * torch.tensor([[1e-3], [1.0], [100.0], [1000.0]])).to(next(layer.parameters()).device)
         with evaluation_mode([*layer.modules(), *lighter.modules()]):
             for dtype in {own, torch.float32, torch.bfloat16} if is_norm else {own}:
                 a, b = layer(x.to(dtype)), lighter(x.to(dtype))

@@ -1,16 +1,19 @@
 """Layers in place of a model's own: the same numbers, weights and names; less is kept for the backward pass."""
 
 import copy
+import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import GRPO, SFT
@@ -147,6 +150,155 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone(how: Any) -> None:
             kept.append(alive.count)
         logits.sum().backward()
     assert kept[1] <= kept[0]
+
+
+class Wide(nn.Module):
+    """Autocast has it in float32, as on a GPU the power in ``gelu_new``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x.float() if torch.is_autocast_enabled("cpu") else x)
+
+
+def test_an_activation_that_autocast_computes_in_float32_is_kept() -> None:
+    own = network("qwen2").model.layers[0].mlp
+    own.act_fn = Wide()
+    x, slopes = torch.randn(3, 40, 32), []
+    for layer in (own, GatedLayer(own)):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            result = layer(leaf)
+        slopes.append(torch.autograd.grad(result.float().square().sum(), [leaf, *own.parameters()]))
+    for ours, others in zip(*slopes, strict=True):
+        assert torch.equal(ours, others)
+
+
+@pytest.mark.parametrize("ends", ["backward", "dropped"])
+def test_nothing_of_a_step_stays(ends: str) -> None:
+    model = network("qwen2")
+    lighten(model)
+    gc.disable()  # a cycle would wait for the collector
+    try:
+        with Alive(2 * 9 * 48) as alive:
+            logits = model(torch.arange(18).reshape(2, 9), use_cache=False).logits
+            assert alive.count == 2 * len(model.model.layers)
+            if ends == "backward":
+                logits.sum().backward()
+            del logits
+            assert alive.count == 0
+    finally:
+        gc.enable()
+
+
+def test_second_derivatives_are_the_layers_own() -> None:
+    own = network("qwen2").model.layers[0].mlp
+    x, found = torch.randn(1, 5, 32), []
+    for layer in (own, GatedLayer(own)):
+        leaf = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(layer(leaf).square().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), [leaf, *own.parameters()]))
+    for ours, others in zip(*found, strict=True):
+        torch.testing.assert_close(ours, others)
+
+
+def test_a_norm_that_takes_a_gate_stays() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 1,
+             "state_size": 8}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **sizes)).eval()
+    lighter = copy.deepcopy(model)
+    lighten(lighter)
+    assert replaced(lighter) == (3, 0)
+    for ours, own in zip(learned(lighter), learned(model), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-6)
+
+
+class Sparse(Qwen2MLP):
+    """As Gemma-3n's, whose layers differ by a setting."""
+
+    sparsity = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        if self.sparsity:
+            gate = gate - gate.quantile(self.sparsity, -1, keepdim=True)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+def test_layers_of_a_class_that_differ_are_asked_one_by_one() -> None:
+    model = network("qwen2")
+    for layer, sparsity in zip(model.model.layers, (0.0, 0.5), strict=True):
+        layer.mlp.__class__, layer.mlp.sparsity = Sparse, sparsity
+    lighten(model)
+    assert [type(layer.mlp) for layer in model.model.layers] == [GatedLayer, Sparse]
+
+
+class Outside(Qwen2RMSNorm):
+    """Adds ε to the root, not under it: the same for large numbers."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.weight * hidden_states / (hidden_states.square().mean(-1, keepdim=True).sqrt() + 1e-6)
+
+
+class Biased(Qwen2RMSNorm):
+    """With a bias, which is 0 at first."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + self.bias
+
+
+def watched() -> nn.Module:
+    layer = Qwen2RMSNorm(32)
+    layer.register_forward_hook(lambda layer, inputs, output: output)
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: Outside(32), lambda: Biased(32), watched])
+def test_a_norm_of_more_than_a_weight_stays(make: Any) -> None:
+    parent = nn.Sequential(make())
+    lighten(parent)
+    assert replaced(parent) == (0, 0)
+
+
+def test_an_activation_in_place_stays() -> None:
+    model = network("qwen2")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.SiLU(inplace=True)
+    lighten(model)
+    assert replaced(model) == (5, 0)
+
+
+@pytest.mark.parametrize("dora", quick([False, True], False))
+def test_adapters_of_lighter_layers_merge(dora: bool) -> None:
+    config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=dora, r=2)
+    adapted = peft.get_peft_model(network("qwen2"), config).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    own = copy.deepcopy(adapted)
+    lighten(adapted)
+    assert min(replaced(adapted)) > 0
+    assert list(peft.get_peft_model_state_dict(adapted)) == list(peft.get_peft_model_state_dict(own))
+    tokens = torch.arange(9)[None]
+    expected = own(tokens, use_cache=False).logits
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    assert list(merged.state_dict()) == list(network("qwen2").state_dict())
+
+
+def test_a_lighter_model_is_saved_as_its_own(tmp_path: Path) -> None:
+    model = network("qwen2")
+    lighten(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    copied = pickle.loads(pickle.dumps(model))
+    tokens = torch.arange(9)[None]
+    for other in (again, copied):
+        torch.testing.assert_close(other(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-6)
 
 
 def module_and_data(name: str) -> tuple[Any, Any]:
