@@ -39,8 +39,7 @@ _HIDDEN = (
 
 def quiet() -> None:
     """Hides the libraries' messages that are not for the person at the terminal, and shows the datamodules' own."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without "±" or "…" ends no run
+    replace_unknown_characters()
     if not (ours := logging.getLogger("datamodules")).handlers:
         ours.addHandler(logging.StreamHandler())
         ours.setLevel(logging.INFO)
@@ -51,6 +50,12 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     for message in _HIDDEN:
         warnings.filterwarnings("ignore", message)
+
+
+def replace_unknown_characters() -> None:
+    """Prints "?" for what standard output's encoding lacks, such as "±" or "…", where Python would raise."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 _spinner: Any = None
@@ -109,7 +114,7 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
     Args:
         resume_command: the command that resumes a stopped run.
     """
-    quiet()
+    replace_unknown_characters()
     try:
         yield
     except UsageError as error:
