@@ -158,7 +158,7 @@ class LanguageDataModule(LanguageArguments):
     def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
         """Refuses records without a prompt."""
         for i, ids in enumerate(prompts):
-            if not ids or not records[i]["prompt"]:  # a chat template has tokens for an empty prompt, too
+            if not ids:
                 place = place_of(records[i], f"{self.source}: record {i}")
                 raise refuse(place, "prompt", "is empty, where a text should be: the first token of an answer needs "
                              "something that predicts it; write one, or leave the row out")  # fmt: skip

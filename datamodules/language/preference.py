@@ -178,6 +178,11 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return [{**records[i], "prompt_ids": prompts[i], "chosen_ids": chosen[i], "rejected_ids": rejected[i]}
                 for i in different]  # fmt: skip
 
+    def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
+        """Refuses records without a prompt, for which a chat template has tokens, too."""
+        known = [ids if record["prompt"] else [] for ids, record in zip(prompts, records, strict=True)]
+        super().refuse_empty_prompts(known, records)
+
     def _encode_judgements(self, records: list[Record]) -> list[Record]:
         """Adds token ids to judged answers and, for KL(π || π_ref), as ``rejected_ids`` those to another prompt."""
         prompts, (answers,) = self.encode_answers(records, "completion")
