@@ -70,8 +70,7 @@ class NextToken:
 
         They are float32; a GPU's logits that nothing changes stay as they are.
         """
-        is_plain = self.temperature in (0, 1) and self.repetition_penalty == 1 and not self.truncates
-        if is_plain and not logits.is_cpu:
+        if not logits.is_cpu and self.temperature in (0, 1) and self.repetition_penalty == 1 and not self.truncates:
             return logits
         scores = logits.float()
         if self.repetition_penalty != 1:
