@@ -165,6 +165,19 @@ def test_a_device_draws_from_half_precision(temperature, is_fast, monkeypatch):
         torch.testing.assert_close(ours.inner, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("words", [5, 512, 5000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_a_device_reports_rows_without_a_distribution_as_the_host_does(words, temperature):
+    logits = logits_of(0, words, 4).t()  # neighbours of a row are not neighbours in memory
+    logits[0], logits[1, 2], logits[2, 3] = -torch.inf, torch.nan, torch.inf
+    expected, before = NextToken(temperature).draw(logits, evenly(4)), logits.clone()
+    with fake_device():
+        here = logits.to(DEVICE)
+        found = NextToken(temperature).draw(here, evenly(4).to(DEVICE))
+    for ours, other in zip((*found, here), (*expected, before), strict=True):
+        torch.testing.assert_close(ours.inner, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def test_the_ends_of_the_interval_draw_tokens_that_are_allowed():
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
     token, _ = NextToken().draw(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
