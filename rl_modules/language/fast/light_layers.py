@@ -17,7 +17,10 @@ _GATED = ["gate_proj", "up_proj", "down_proj", "act_fn"]
 
 
 class FusedNorm(nn.RMSNorm):
-    """x / √(mean(x²) + ε) · weight over the last dimension, in float32; the result has the type of x · weight."""
+    """x / √(mean(x²) + ε) · weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    It is computed in float32 at least; the result has the type of x · weight.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, self.weight.dtype)

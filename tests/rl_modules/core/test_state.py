@@ -53,7 +53,7 @@ def used() -> Run:
     return run
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's stream goes on there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the generator continues its own stream")
 def test_a_generator_of_a_gpu_becomes_one_of_the_cpu_that_repeats_nothing() -> None:
     drawn = []
     for place in (0, 0, 4):  # a state of CUDA's: the seed, and how far its stream is
