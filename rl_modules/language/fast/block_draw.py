@@ -12,7 +12,7 @@ _BLOCK = 512
 
 
 def draw_by_blocks(scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws one token per row of scores (B, V) by ``uniform`` (B,) in [0, 1): tokens and log-probabilities, (B,) each."""
+    """Draws a token per row of scores (B, V) by ``uniform`` (B,): tokens and their log-probabilities, (B,) each."""
     words = scores.shape[-1]
     whole, rest = divmod(words, _BLOCK)
     largest = scores.amax(-1, keepdim=True).float()
