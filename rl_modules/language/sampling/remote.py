@@ -215,15 +215,15 @@ class ServerSampler(Sampler):
         self._greet()
 
     def _greet(self) -> None:
-        """Checks at start that a server is there."""
-        for server in self.servers:
-            try:
-                server.health()
-                return
-            except _UNREACHABLE:
-                continue
+        """Checks at start that a server is there, which may have been started together with the run."""
+        for attempt in range(self.retries + 1):
+            time.sleep(self.retry_wait_s if attempt else 0)
+            for server in self.servers:
+                with contextlib.suppress(*_UNREACHABLE):
+                    server.health()
+                    return
         addresses = ", ".join(server.address for server in self.servers)
-        raise UsageError(f"addresses: none of {addresses} answers; start `rl serve` there")
+        raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries; start `rl serve` there")
 
     def sample(
         self,

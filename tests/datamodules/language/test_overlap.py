@@ -299,8 +299,9 @@ def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None
 
 
 def test_without_any_server_the_run_says_so() -> None:
-    with pytest.raises(UsageError, match="none of 127.0.0.1:9 answers; start `rl serve` there"):
-        fit(spy(sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]}), addition(), max_steps=1)
+    options = {"addresses": ["127.0.0.1:9"], "retry_wait_s": 0.01}
+    with pytest.raises(UsageError, match="none of 127.0.0.1:9 answers after 5 retries; start `rl serve` there"):
+        fit(spy(sampler="vllm_server", sampler_options=options), addition(), max_steps=1)
 
 
 def test_async_needs_a_correction() -> None:

@@ -1,6 +1,7 @@
 """One suite over all samplers: their distributions, log-probabilities, lengths, ends and limits."""
 
 import importlib.util
+import socket
 import threading
 
 import pytest
@@ -193,6 +194,28 @@ def test_a_rank_takes_no_completions_of_another_run_of_equal_version(model):
         written = other.sample(PROMPTS, 1, range(3), settings())
         pushed.join()
         assert written.tokens.tolist() == first.sample(PROMPTS, 1, range(3), settings()).tokens.tolist()
+
+
+def test_a_run_waits_for_a_server_that_starts_after_it(model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    is_over = threading.Event()
+
+    def serve() -> None:
+        if not is_over.wait(0.5):
+            with running_server(port=port):
+                is_over.wait()
+
+    late = threading.Thread(target=serve)
+    late.start()
+    try:
+        sampler = ServerSampler([f"127.0.0.1:{port}"], "cpu", retries=100, retry_wait_s=0.1)
+        sampler.update_weights(model, 1)
+        assert sampler.sample(PROMPTS, 1, range(3), settings()).tokens.shape[0] == 3
+    finally:
+        is_over.set()
+        late.join()
 
 
 def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
