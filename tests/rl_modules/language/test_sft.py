@@ -59,7 +59,7 @@ def assert_same_gradient(one, other):
     assert any(float(g.abs().max()) > 1e-3 for g in one.values())
     for name in one:
         # Sums in another order: float32 differs in the last digits of gradients of order 0.1.
-        torch.testing.assert_close(one[name], other[name], atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(one[name], other[name], atol=5e-6, rtol=1e-4)
 
 
 class Curves(DummyLogger):
