@@ -99,8 +99,8 @@ def lighten(module: nn.Module) -> None:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether its class alone says what a layer does with one argument, which Mamba-2's norms with a gate do not."""
-    is_changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-    return not is_changed and len(inspect.signature(layer.forward).parameters) == 1
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return "forward" not in vars(layer) and not any(hooks) and len(inspect.signature(layer.forward).parameters) == 1
 
 
 def _norm_of(layer: nn.Module) -> FusedNorm | None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +251,18 @@ class Biased(Qwen2RMSNorm):
         return super().forward(hidden_states) + self.bias
 
 
-def watched() -> nn.Module:
+def watched(register: str) -> nn.Module:
     layer = Qwen2RMSNorm(32)
-    layer.register_forward_hook(lambda layer, inputs, output: output)
+    getattr(layer, register)(lambda layer, *seen: None)
     return layer
 
 
-@pytest.mark.parametrize("make", [lambda: Outside(32), lambda: Biased(32), watched])
+HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Outside(32), lambda: Biased(32), *(partial(watched, f"register_{hook}") for hook in HOOKS)]
+)
 def test_a_norm_of_more_than_a_weight_stays(make: Any) -> None:
     parent = nn.Sequential(make())
     lighten(parent)
