@@ -74,7 +74,7 @@ def without_intermediate(folder: Path, copy: Path) -> Path:
 def test_ctrl_c_ends_it_without_a_way_to_resume(run, command, monkeypatch, capsys, tmp_path):
     """The temporary folder and what was saved in it are gone."""
     if run[0] == "trpo" and command[0] == "replay":
-        pytest.skip("five updates are one rollout's, within which nothing is saved and no signal ends it")
+        pytest.skip("a batch is 20 of its steps, the fifth of which is reached before the first signal")
     folder = without_intermediate(run[1], tmp_path / "version_0")
     monkeypatch.setattr(Witness, "on_train_batch_end", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as end:
