@@ -263,6 +263,9 @@ def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> Non
 
 #: Share of a device's free memory that rows may take there by default.
 DEVICE_SHARE = 0.25
+#: Size of a minibatch's observations up to which sending it takes less time than sending each new row: on an H200, SAC
+#: makes 333 updates per second on Pendulum so, and 313 from the device, TD3 421 and 359.
+SENT_BYTES = 2**17
 
 
 def place_buffer(data: Any) -> None:
@@ -278,7 +281,9 @@ def place_buffer(data: Any) -> None:
         raise UsageError(f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
                          "the host; leave one of them out")  # fmt: skip
     if given == "auto" and device.type == "cuda" and not reading:
-        given = "accelerator" if data.replay.nbytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] else "cpu"
+        fits = data.replay.nbytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+        drawn = 2 * data.replay.observation_bytes * data.batch_size
+        given = "accelerator" if fits and drawn >= SENT_BYTES else "cpu"
     if given == "accelerator" and device.type != "cpu":
         data.replay.copy_to(device)
 

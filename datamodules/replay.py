@@ -123,7 +123,8 @@ class ReplayDataModule(ControlDataModule):
     buffer_device: str = setting(
         "auto", "where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
         "Trainer's device, to which each round's new rows are sent; ``auto``: on CUDA where the copy takes at most a "
-        "quarter of the free memory. The draws are the same", one_of=("auto", "cpu", "accelerator"))  # fmt: skip
+        "quarter of the free memory and a minibatch's observations 128 KiB or more. The draws are the same",
+        one_of=("auto", "cpu", "accelerator"))  # fmt: skip
     checkpoint_buffer_size: int | None = setting(
         None, "number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
         "A run resumed from fewer rows differs from the uninterrupted run", least=1)  # fmt: skip

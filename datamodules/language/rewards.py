@@ -18,7 +18,13 @@ from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import RewardFunction, Task
-from datamodules.language.tasks.answers import answer_of, is_think_and_answer, opened_thought, reference_text
+from datamodules.language.tasks.answers import (
+    answer_of,
+    is_think_and_answer,
+    number_at_end,
+    opened_thought,
+    reference_text,
+)
 from datamodules.language.tasks.base import TAGS, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
@@ -26,9 +32,9 @@ from rl_modules.common.loading import load_object, require_settings
 Rewards = list[float | None]
 
 __all__ = [
-    "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "length_reward", "load_reward_func",
-    "math_accuracy", "outside_thought", "repetition_penalty", "reward_model", "soft_overlong_penalty",
-    "think_answer_format",
+    "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "last_number", "length_reward",
+    "load_reward_func", "math_accuracy", "outside_thought", "repetition_penalty", "reward_model",
+    "soft_overlong_penalty", "think_answer_format",
 ]  # fmt: skip
 
 
@@ -44,6 +50,16 @@ def answer_in_tags(
 ) -> Rewards:
     """1.0 where the last ``<answer>…</answer>`` holds the reference answer, else 0.0; None without a reference."""
     return _compared(completions, answer, lambda text, reference: float(answer_of(text) == reference))
+
+
+def last_number(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
+) -> Rewards:
+    """1.0 where the last number of the completion, without commas, is the reference answer, else 0.0; None without one.
+
+    Source: "flexible-extract" of GSM8K in EleutherAI's lm-evaluation-harness.
+    """
+    return _compared(completions, answer, lambda text, reference: float(number_at_end(text) == reference))
 
 
 def think_answer_format(
@@ -219,7 +235,7 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
 #: Reward functions that are ready.
 FUNCTIONS: dict[str, RewardFunction] = {
-    func.__name__: func for func in (exact_answer, answer_in_tags, think_answer_format, math_accuracy)
+    func.__name__: func for func in (exact_answer, answer_in_tags, last_number, think_answer_format, math_accuracy)
 }
 #: Those that settings make.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {

@@ -7,13 +7,16 @@ that fit into the processor's cache, keep one number per token, and recompute th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_modules.fast import is_fast
 from rl_modules.functional.checks import as_float, require_positive, require_shape, require_tensors
 
 # Elements per piece. On a CPU: half a megabyte of float32, which stays in the second-level cache from one kernel to
@@ -87,11 +90,15 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        ctx.temperature = temperature
+        if (kernels := _kernels(logits)) is not None:
+            log_prob, normaliser, _ = kernels.token_statistics(logits, tokens, temperature)
+            ctx.save_for_backward(logits, tokens, normaliser.unsqueeze(-1))
+            return log_prob
         largest, log_total = _log_total(logits, temperature)
         # The maximum goes first: beside large logits the logarithm of the sum would lose its digits.
         chosen = as_float(logits.gather(-1, tokens.unsqueeze(-1))) - largest
         ctx.save_for_backward(logits, tokens, log_total + largest / temperature)
-        ctx.temperature = temperature
         return (chosen / temperature - log_total).squeeze(-1)
 
     @staticmethod
@@ -111,6 +118,8 @@ def token_log_probs_gradient(
     Logits are [B, L, V], tokens and the log-probabilities' ``grad`` [B, L], and the normaliser log Σ_v exp(z_v / T)
     [B, L, 1]. The result is written to ``out``, which may be the logits.
     """
+    if (kernels := _kernels(logits)) is not None:
+        return kernels.log_probs_gradient(logits, tokens, normaliser, grad, temperature, out)
     factor = (grad / temperature).unsqueeze(-1)
     for scratch, piece, result, normaliser_piece, token, weight in _pieces(
         logits, out, normaliser, tokens.unsqueeze(-1), factor
@@ -123,6 +132,8 @@ def token_log_probs_gradient(
 
 def log_probs_and_gradient(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """:func:`token_log_probs`, [B, L]; puts the gradient of their sum in place of the logits, [B, L, V]."""
+    if (kernels := _kernels(logits)) is not None:
+        return kernels.token_statistics(logits, tokens, temperature, in_place=True)[0]
     found = _room(logits)
     for scratch, piece, found_piece, token in _pieces(logits, found, tokens.unsqueeze(-1)):
         largest = _room(piece)
@@ -138,6 +149,12 @@ def log_probs_and_gradient(logits: Tensor, tokens: Tensor, temperature: float) -
 class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+        ctx.temperature = temperature
+        if (kernels := _kernels(logits)) is not None:
+            nothing = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+            _, normaliser, entropy = kernels.token_statistics(logits, nothing, temperature, entropy=True)
+            ctx.save_for_backward(logits, normaliser.unsqueeze(-1), entropy.unsqueeze(-1))
+            return entropy
         total, largest, mean = _room(logits), _room(logits), _room(logits)
         for scratch, piece, total_piece, largest_piece, mean_piece in _pieces(logits, total, largest, mean):
             shifted = _shifted(piece, scratch, largest_piece, temperature)
@@ -147,7 +164,6 @@ class _TokenEntropy(torch.autograd.Function):
             torch.sum(weight.mul_(shifted), -1, keepdim=True, out=mean_piece)
         entropy = total.log() - mean / total
         ctx.save_for_backward(logits, total.log_().add_(largest.div_(temperature)), entropy)
-        ctx.temperature = temperature
         return entropy.squeeze(-1)
 
     @staticmethod
@@ -165,6 +181,27 @@ class _TokenEntropy(torch.autograd.Function):
             probability = log_prob.exp()
             result_piece.copy_(log_prob.add_(entropy_piece).mul_(weight).mul_(probability))
         return result, None
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The module of kernels, on a GPU where they take these logits."""
+    takes = logits.is_cuda and logits.stride(-1) == 1 and logits.dtype is not torch.float64
+    return _checked_kernels(logits.device, logits.dtype) if takes and is_fast() else None
+
+
+@cache
+def _checked_kernels(device: torch.device, dtype: torch.dtype) -> Any:
+    """The same, once they have given float64's numbers; a warning says why they do not."""
+    try:
+        from rl_modules.fast import softmax_kernels
+
+        softmax_kernels.require_exact(device, dtype)
+        return softmax_kernels
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"log-probabilities of tokens are computed by torch's operators: Triton's kernels do not work on "
+                      f"{device.type} here ({reason})", stacklevel=2)  # fmt: skip
+        return None
 
 
 def _checked(logits: Tensor) -> Tensor:

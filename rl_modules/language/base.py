@@ -259,6 +259,11 @@ class LanguageModule(LanguageMetrics):
             from rl_modules.language.fast.light_layers import lighten
 
             lighten(self)
+            # Several ranks exchange gradients while others are computed, so they come one by one.
+            if self.is_fitting and self.trainer.precision.endswith("-mixed") and self.trainer.world_size == 1:
+                from rl_modules.language.fast.cast_weights import cast_together
+
+                cast_together(self)
         if self.is_fitting and is_new:
             copy_for_averages(self)
 

@@ -99,6 +99,8 @@ class LanguageMetrics(Algorithm):
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         """Makes an optimizer step, and hands the point of the curves that is due to callbacks that monitor it."""
         super().optimizer_step(*arguments, **named)
+        for optimizer in self.trainer.optimizers:  # Lightning would keep the gradients through the next forward pass
+            optimizer.zero_grad()
         step = self.trainer.global_step + 1  # Lightning counts this one later
         if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitored(self.trainer)):
             hand_to_callbacks(self.trainer, self.summarize(self._means_over_ranks()))

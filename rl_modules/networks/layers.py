@@ -14,6 +14,10 @@ from rl_modules.fast import is_fast
 from rl_modules.fast.modules import FastTanh, call
 from rl_modules.functional.checks import as_float
 
+#: Rows from which the gradient of the weights of a batched product, which cuBLAS does not split along the rows, takes
+#: longer than those of single ones: on an H200 970 µs for 32,768 rows of two layers of 64.
+_MANY_ROWS = 1024
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
     "relu": nn.ReLU,
@@ -67,6 +71,9 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(k, 1, out_features).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and torch.is_grad_enabled() and x.shape[1] >= _MANY_ROWS:
+            each = zip(self.bias.unbind(), x.unbind(), self.weight.unbind(), strict=True)
+            return torch.stack([torch.addmm(*layer) for layer in each])
         return torch.baddbmm(self.bias, x, self.weight)
 
 

@@ -8,6 +8,7 @@ from rl_modules.common.errors import UsageError
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?")
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
@@ -15,6 +16,12 @@ def answer_of(text: str) -> str | None:
     """What stands in the last ``<answer>…</answer>``, stripped; None where there is no such pair."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
+
+
+def number_at_end(text: str) -> str | None:
+    """The last number of a text, without commas between its digits; None where there is none."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
 
 
 def voted_answer(text: str, after: str | None = None) -> str:

@@ -1,0 +1,73 @@
+"""Weights of linear layers that autocast would cast one by one, and whose gradients it would cast back one by one.
+
+A model of 24 layers has 240 of them: 480 kernels of a few microseconds each, in place of a few dozen.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rl_modules.language.architecture import transformers_model
+from rl_modules.language.fast.self_check import body_of
+
+
+class _Cast(torch.autograd.Function):
+    """Copies of tensors in another type; a gradient of each in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(copies, weights)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = [None if grad is None else torch.empty_like(grad, dtype=dtype)
+                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)]  # fmt: skip
+        torch._foreach_copy_([x for x in found if x is not None], [x for x in grads if x is not None])
+        return None, *found
+
+
+class CastTogether:
+    """Hooks of a module: while it runs under autocast and with gradients, its linear layers hold cast weights."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._places = [
+            (layer, name) for layer in body.modules() if type(layer) is nn.Linear
+            for name, weight in layer._parameters.items() if weight is not None
+        ]  # fmt: skip
+        self._weights: list[tuple[nn.Module, str, Any]] = []
+        body.register_forward_pre_hook(self.swap)
+        body.register_forward_hook(self.restore, always_call=True)
+
+    def swap(self, body: nn.Module, *_: Any) -> None:
+        kind = next(body.parameters()).device.type
+        if not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
+            return
+        held = [(layer, name, layer._parameters[name]) for layer, name in self._places]
+        self._weights = [
+            place for place in held
+            if isinstance(weight := place[2], nn.Parameter) and weight.requires_grad and weight.dtype is torch.float32
+        ]  # fmt: skip
+        if self._weights:
+            copies = _Cast.apply(torch.get_autocast_dtype(kind), *(weight for *_, weight in self._weights))
+            for (layer, name, _), copy in zip(self._weights, copies, strict=True):
+                layer._parameters[name] = copy
+
+    def restore(self, *_: Any) -> None:
+        for layer, name, weight in self._weights:
+            layer._parameters[name] = weight
+        self._weights = []
+
+
+def cast_together(module: Any) -> None:
+    """Does so for the models that a module trains, but those whose layers run again in the backward pass."""
+    for model in module.trained_models:
+        body = body_of(transformers_model(model))
+        if not any(getattr(part, "gradient_checkpointing", False) for part in body.modules()):
+            CastTogether(body)

@@ -1,0 +1,106 @@
+"""Weights cast together: autocast's numbers to the bit, and the model's own weights before and after."""
+
+import copy
+import gc
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_modules.language.fast.cast_weights import cast_together
+from rl_modules.language.fast.self_check import body_of
+from tests.rl_modules.language.test_light_layers import learned, network
+
+
+class Trained(nn.Module):
+    """A module that trains a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def trained_models(self) -> list[Any]:
+        return [self.model]
+
+
+def casts(model: Any) -> int:
+    """Conversions between float32 and bfloat16 within a forward and a backward pass."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        learned(model, torch.bfloat16)
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "gemma2", "mamba"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_are_autocasts_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    model = network(kind)
+    other = copy.deepcopy(model)
+    cast_together(Trained(other))
+    weights = list(other.parameters())
+    for _ in range(2):
+        for ours, own in zip(learned(other, dtype), learned(model, dtype), strict=True):
+            assert torch.equal(ours, own)
+    assert all(now is before for now, before in zip(other.parameters(), weights, strict=True))
+    assert list(other.state_dict()) == list(model.state_dict())
+
+
+def test_each_weight_is_no_longer_cast_by_itself() -> None:
+    model = network("qwen2")
+    before = casts(model)
+    cast_together(Trained(model))
+    linear = sum(len(list(m.parameters())) for m in body_of(model).modules() if type(m) is nn.Linear)
+    assert linear == 2 * (4 + 3 + 3)  # weights of attention and of the feed-forward layer, and biases
+    assert casts(model) == before - 2 * linear
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    for model in (
+        network("qwen2"),
+        peft.get_peft_model(network("qwen2"), peft.LoraConfig(target_modules="all-linear")),
+    ):
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(weight.requires_grad and ("layers.1" in name or "lora" in name))
+        other = copy.deepcopy(model)
+        cast_together(Trained(other))
+        for ours, own in zip(learned(other, torch.bfloat16), learned(model, torch.bfloat16), strict=True):
+            assert torch.equal(ours, own)
+        for now, before in zip(other.parameters(), model.parameters(), strict=True):
+            assert (now.grad is None) == (before.grad is None)
+
+
+def test_a_copy_of_a_model_casts_its_own_weights() -> None:
+    model = network("qwen2")
+    cast_together(Trained(model))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(1)
+    learned(other, torch.bfloat16)
+    assert all(weight.grad is None for weight in model.parameters())
+    gc.collect()
+    assert learned(model, torch.bfloat16)[0].ne(learned(other, torch.bfloat16)[0]).any()
+
+
+def test_an_error_within_the_model_leaves_its_weights() -> None:
+    model = network("qwen2")
+    cast_together(Trained(model))
+
+    def fail(*_: Any) -> Tensor:
+        raise ArithmeticError
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        learned(model, torch.bfloat16)
+    handle.remove()
+    assert all(weight.is_leaf for weight in model.parameters())
+    assert len(list(model.parameters())) == len(list(network("qwen2").parameters()))
+
+
+def test_layers_that_run_again_in_the_backward_pass_keep_their_weights() -> None:
+    model = network("qwen2").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cast_together(Trained(model))
+    assert not body_of(model)._forward_pre_hooks
