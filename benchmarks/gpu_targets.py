@@ -256,7 +256,7 @@ def _trl_grpo(place: Place, weights: Any, tokenizer: Any, records: list[Any], ne
 
 def sft(place: Place) -> Iterator[Line]:
     """SFT's tokens per second beside TRL's and a plain loop's, on texts of one length."""
-    rng, steps = random.Random(0), place.of(8, 4)
+    rng, steps = random.Random(0), place.of(16, 4)
     ours: dict[int, float] = {}
     shapes = place.of(((16, 384), (32, 512)), ((4, 12), (8, 12)))
     for rows, length in shapes:
