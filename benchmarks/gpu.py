@@ -300,7 +300,7 @@ def main(args: list[str] | None = None) -> list[dict]:
         allow_abbrev=False, prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--cpu", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each module, at least 3")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each module, at least 3")
     parser.add_argument("--seconds", type=float, default=470, help="after which no case begins")
     parser.add_argument("--only", action="append", help=f"a case; may be repeated: {', '.join(names)}")
     parser.add_argument("--json", type=Path, help="also write the rows here")

@@ -210,7 +210,7 @@ CASES = (
     Case("GRPO", _grpo(), 1, 1),
     Case("GRPO with a reference", _grpo(beta=0.04), 2, 1),
     Case("GRPO, 8 rows in flight", _grpo(max_rows_in_flight=8), 1, 1),
-    Case("GRPO, growing cache", _grpo(cache_implementation="dynamic"), 1, 1, lengths=(16, 128, 64)),
+    Case("GRPO, growing cache", _grpo(cache_implementation="dynamic"), 1, 1, lengths=(16, 128, 32)),
     Case("GRPO, vLLM", _grpo(sampler="vllm"), 2, 1, is_vllm=True),
     Case("GRPO, LoRA", _grpo(lora={"r": 16, "target_modules": "all-linear"}), 1, 0.02),
     Case("RLHFPPO", _rlhf_ppo, 4, 2),

@@ -498,11 +498,11 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("decoding", decoding, 60),
+    Target("decoding", decoding, 50),
     Target("GRPO beside TRL", grpo, 100),
     Target("SFT beside TRL", sft, 60),
     Target("sums from SmolLM2", sums, 110),
     Target("PPO in torch", ppo, 40),
-    Target("SAC", replay("SAC", "≥ 4 of it"), 35),
+    Target("SAC", replay("SAC", "≥ 4 of it"), 30),
     Target("TD3", replay("TD3", "≥ 3.5 of it"), 30),
 )

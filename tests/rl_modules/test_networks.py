@@ -68,6 +68,27 @@ def test_parallel_towers_equal_towers_of_linear_layers():
         torch.testing.assert_close(result, single(x))
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that takes itself for one on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_on_a_gpu_networks_of_many_rows_are_multiplied_one_by_one():
+    torch.manual_seed(0)
+    towers, found = ParallelMLP(3, [4, 8, 5], "relu"), []
+    for x in (torch.randn(1100, 4), torch.randn(1000, 4)):
+        for kind in (torch.Tensor, OnCuda):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                result = torch.stack(towers(x.as_subclass(kind))).as_subclass(torch.Tensor)
+            seen = {event.key: event.count for event in profile.key_averages()}
+            assert ("aten::baddbmm" in seen) == (kind is torch.Tensor or len(x) == 1000)
+            slopes = torch.autograd.grad(result.square().sum(), list(towers.parameters()))
+            found.append([result, *slopes])
+        for ours, expected in zip(*found[-2:], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 STATE = spaces.Box(-1, 1, (4,))
 
 

@@ -8,7 +8,8 @@ from rl_modules.common.errors import UsageError
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?")
+# A minus behind a digit or a bracket is one of a difference.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d(?:[\d,]*\d)?(?:\.\d+)?")
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 

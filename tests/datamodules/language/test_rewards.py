@@ -23,6 +23,7 @@ from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,
     exact_answer,
+    last_number,
     length_reward,
     load_reward_func,
     math_accuracy,
@@ -106,6 +107,16 @@ def test_exact_answers_and_answers_in_tags():
     answers = ["42", "42", "42", None, "42"]
     assert exact_answer(None, completions, answer=answers) == [1.0, 0.0, 0.0, None, 1.0]
     assert answer_in_tags(None, completions, answer=answers) == [0.0, 0.0, 1.0, None, 0.0]
+
+
+def test_the_last_number_is_the_answer_and_a_sum_is_none():
+    texts = ["52 + 25 = 77.", "52 + 25", "1,234 km", "about -5", "x3.50, it is", "none", "77, 78", "12,", "7-3", "77"]
+    found = ["77", "25", "1234", "-5", "3.50", "?", "78", "12", "3", None]
+    expected = [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, None]
+    assert last_number(None, texts, answer=found) == expected
+    assert last_number(None, ["52 + 25", chat("is 77")], answer=["77", 77]) == [0.0, 1.0]
+    assert math_accuracy(None, ["52 + 25"], answer=["77"]) == [1.0]  # why sums are not rewarded by it
+    assert load_reward_func("last_number")([None], ["a 3"], answer=["3"]) == [1.0]
 
 
 @pytest.mark.parametrize("thought", ["I write it in <answer> tags", "<answer>, then", "</answer> ends it", "<answer"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_modules import fast
 from rl_modules import functional as F
 from rl_modules.functional import tokens as plain
 
@@ -125,6 +126,7 @@ def test_the_functions_take_the_kernels_numbers(with_kernels: None, monkeypatch:
 def test_kernels_that_do_not_work_are_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plain._checked_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "rl_modules.fast.softmax_kernels", None)
+    monkeypatch.delattr(fast, "softmax_kernels", raising=False)
     with pytest.warns(UserWarning, match="by torch's operators: Triton's kernels do not work on cuda here"):
         assert plain._checked_kernels(torch.device("cuda"), torch.bfloat16) is None
     plain._checked_kernels.cache_clear()

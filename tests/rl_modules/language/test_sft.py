@@ -154,6 +154,20 @@ def test_packing_does_not_change_the_gradient(tmp_path):
 
 
 @pytest.mark.long
+def test_gradients_leave_the_memory_at_the_end_of_a_step(tmp_path):
+    found = []
+
+    class Gradients(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            found.append(all(p.grad is not None for p in pl_module.parameters()))
+
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            found.append(any(p.grad is not None for p in pl_module.parameters()))
+
+    fit(tiny(), demonstrations(tmp_path), max_steps=2, accumulate_grad_batches=2, callbacks=[Gradients()])
+    assert found == [True, True, False] * 2  # within a step the first micro-batch's stay
+
+
 def test_two_ranks_have_the_gradient_of_one(tmp_path):
     """Plain gradient descent for three steps, in two processes of half the batch and in one."""
 
