@@ -1,6 +1,7 @@
 """Weights of linear layers that autocast would cast one by one, and whose gradients it would cast back one by one.
 
-A model of 24 layers has 240 of them: 480 kernels of a few microseconds each, in place of a few dozen.
+A model of 24 layers has 240 of them: 480 kernels of a few microseconds each, in place of a few dozen. Where graphs of
+decoding hold such copies, these are taken.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_modules.language.architecture import transformers_model
+from rl_modules.language.fast.held_graphs import held_copies
 from rl_modules.language.fast.self_check import body_of
 
 
@@ -17,8 +19,10 @@ class _Cast(torch.autograd.Function):
     """Copies of tensors in another type; a gradient of each in its own type."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    def forward(ctx: Any, dtype: torch.dtype, rooms: list[Tensor | None], *weights: Tensor) -> tuple[Tensor, ...]:
+        # What autograd keeps of an earlier pass has the same numbers: weights change between steps only.
+        copies = [torch.empty_like(weight, dtype=dtype) if room is None else room.data
+                  for weight, room in zip(weights, rooms, strict=True)]  # fmt: skip
         torch._foreach_copy_(copies, weights)
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.set_materialize_grads(False)
@@ -30,7 +34,7 @@ class _Cast(torch.autograd.Function):
         found = [None if grad is None else torch.empty_like(grad, dtype=dtype)
                  for grad, dtype in zip(grads, ctx.dtypes, strict=True)]  # fmt: skip
         torch._foreach_copy_([x for x in found if x is not None], [x for x in grads if x is not None])
-        return None, *found
+        return None, None, *found
 
 
 class CastTogether:
@@ -55,7 +59,9 @@ class CastTogether:
             if isinstance(weight := place[2], nn.Parameter) and weight.requires_grad and weight.dtype is torch.float32
         ]  # fmt: skip
         if self._weights:
-            copies = _Cast.apply(torch.get_autocast_dtype(kind), *(weight for *_, weight in self._weights))
+            dtype, known = torch.get_autocast_dtype(kind), held_copies()
+            rooms = [known.get((layer, name, dtype)) for layer, name, _ in self._weights]
+            copies = _Cast.apply(dtype, rooms, *(weight for *_, weight in self._weights))
             for (layer, name, _), copy in zip(self._weights, copies, strict=True):
                 layer._parameters[name] = copy
 

@@ -258,7 +258,7 @@ class CastWeights:
     def __init__(self, model: nn.Module) -> None:
         kind = next(model.parameters()).device.type
         self._kind, self._dtype = kind, torch.get_autocast_dtype(kind)
-        self._places = [
+        self.places = [
             (module, name, weight, torch.empty_like(weight, dtype=self._dtype, requires_grad=False))
             for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))
             for name, weight in module._parameters.items() if weight is not None and weight.dtype == torch.float32
@@ -266,20 +266,20 @@ class CastWeights:
 
     @property
     def bytes(self) -> int:
-        return sum(copy.numel() * copy.element_size() for *_, copy in self._places)
+        return sum(copy.numel() * copy.element_size() for *_, copy in self.places)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        if self._places:
-            torch._foreach_copy_([copy for *_, copy in self._places], [weight for _, _, weight, _ in self._places])
+        if self.places:
+            torch._foreach_copy_([copy for *_, copy in self.places], [weight for _, _, weight, _ in self.places])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        for module, name, _, copy in self._places:
+        for module, name, _, copy in self.places:
             module._parameters[name] = copy  # type: ignore[assignment]
         try:
             with torch.autocast(self._kind, self._dtype, cache_enabled=False):
                 yield
         finally:
-            for module, name, weight, _ in self._places:
+            for module, name, weight, _ in self.places:
                 module._parameters[name] = weight

@@ -85,6 +85,12 @@ def held_bytes(model: Any) -> int:
     return 0 if model not in _held else _held[model].bytes
 
 
+def held_copies() -> dict[Hashable, torch.Tensor]:
+    """Room for cast weights that graphs keep, by layer, name and type; its numbers may be those before a step."""
+    casts = [held.casts for held in _held.values() if held.casts is not None]
+    return {(layer, name, copy.dtype): copy for cast in casts for layer, name, _, copy in cast.places}
+
+
 def release(model: Any) -> None:
     """Frees a model's graphs and their tensors; the next generation captures them again."""
     if (held := _held.pop(model, None)) is not None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_modules.language.fast import held_graphs
 from rl_modules.language.fast.cast_weights import cast_together
+from rl_modules.language.fast.graphs import CastWeights
 from rl_modules.language.fast.self_check import body_of
 from tests.rl_modules.language.test_light_layers import learned, network
 
@@ -82,6 +84,47 @@ def test_a_copy_of_a_model_casts_its_own_weights() -> None:
     assert all(weight.grad is None for weight in model.parameters())
     gc.collect()
     assert learned(model, torch.bfloat16)[0].ne(learned(other, torch.bfloat16)[0]).any()
+
+
+def test_the_copies_of_graphs_are_taken_with_the_weights_of_now() -> None:
+    model = network("qwen2")
+    other = copy.deepcopy(model)
+    cast_together(Trained(other))
+    with torch.autocast("cpu", torch.bfloat16):
+        copies = CastWeights(other)
+    held_graphs._held[other] = held_graphs._Held(None, copies)
+    places: set[int] = set()
+    other.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda layer, *_: places.add(layer.weight.data_ptr()))
+    for _ in range(2):
+        with torch.no_grad():
+            for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                noise = 0.1 * torch.randn_like(one)
+                one.add_(noise)
+                two.add_(noise)
+        for ours, own in zip(learned(other, torch.bfloat16), learned(model, torch.bfloat16), strict=True):
+            assert torch.equal(ours, own)
+    held = {held.data_ptr() for *_, held in copies.places}
+    assert places and places <= held
+    held_graphs.release(other)
+    learned(other, torch.bfloat16)
+    assert not places <= held
+
+
+def test_two_passes_before_a_backward_pass_share_them() -> None:
+    model = network("qwen2")
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(model(torch.arange(6)[None] + i, use_cache=False).logits.float().square().mean() for i in (0, 9))
+        model.zero_grad()
+        loss.backward()
+        found.append([weight.grad for weight in model.parameters()])
+        cast_together(Trained(model))
+        with torch.autocast("cpu", torch.bfloat16):
+            held_graphs._held[model] = held_graphs._Held(None, CastWeights(model))
+    for ours, own in zip(*found, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-2, atol=1e-4)  # one cast for both passes, or one for each
+    held_graphs.release(model)
 
 
 def test_an_error_within_the_model_leaves_its_weights() -> None:
