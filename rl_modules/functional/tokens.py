@@ -186,16 +186,16 @@ class _TokenEntropy(torch.autograd.Function):
 def _kernels(logits: Tensor) -> Any:
     """The module of kernels, on a GPU where they take these logits."""
     takes = logits.is_cuda and logits.stride(-1) == 1 and logits.dtype is not torch.float64
-    return _checked_kernels(logits.device, logits.dtype) if takes and is_fast() else None
+    return _checked_kernels(logits.device, logits.dtype, logits.shape[-1]) if takes and is_fast() else None
 
 
 @cache
-def _checked_kernels(device: torch.device, dtype: torch.dtype) -> Any:
-    """The same, once they have given float64's numbers; a warning says why they do not."""
+def _checked_kernels(device: torch.device, dtype: torch.dtype, words: int) -> Any:
+    """The same, once they have given float64's numbers for so many words; a warning says why they do not."""
     try:
         from rl_modules.fast import softmax_kernels
 
-        softmax_kernels.require_exact(device, dtype)
+        softmax_kernels.require_exact(device, dtype, words)
         return softmax_kernels
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

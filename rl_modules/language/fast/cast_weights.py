@@ -51,7 +51,7 @@ class CastTogether:
 
     def swap(self, body: nn.Module, *_: Any) -> None:
         kind = next(body.parameters()).device.type
-        if not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
+        if not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or torch.compiler.is_compiling():
             return
         held = [(layer, name, layer._parameters[name]) for layer, name in self._places]
         self._weights = [
@@ -75,5 +75,7 @@ def cast_together(module: Any) -> None:
     """Does so for the models that a module trains, but those whose layers run again in the backward pass."""
     for model in module.trained_models:
         body = body_of(transformers_model(model))
-        if not any(getattr(part, "gradient_checkpointing", False) for part in body.modules()):
+        has_hook = any(isinstance(getattr(hook, "__self__", None), CastTogether)
+                       for hook in body._forward_pre_hooks.values())  # fmt: skip
+        if not has_hook and not any(getattr(part, "gradient_checkpointing", False) for part in body.modules()):
             CastTogether(body)

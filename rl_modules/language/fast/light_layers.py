@@ -42,7 +42,8 @@ class GatedLayer(nn.Module):
             self.add_module(name, other.get_submodule(name))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        is_plain = type(self.gate_proj) is type(self.up_proj) is nn.Linear
+        if is_plain and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # once, not by each of the two layers
         gate, up = self.gate_proj(x), self.up_proj(x)
         active = self.act_fn(gate)

@@ -68,6 +68,18 @@ def test_kernels_give_float64s_numbers(kernels: Any, dtype: torch.dtype, tempera
     torch.testing.assert_close(copied.double(), slope, **half)
 
 
+@pytest.mark.parametrize("words", [1, 50, 8192, 20000])
+def test_the_check_passes_for_every_vocabulary_and_finds_a_wrong_kernel(
+    kernels: Any, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels.require_exact(DEVICE, dtype, words)
+    statistics = kernels.token_statistics
+    monkeypatch.setattr(kernels, "token_statistics", lambda *a, **k: [x * 1.01 + 0.01 for x in statistics(*a, **k)])
+    with pytest.raises(ArithmeticError, match="differ by"):
+        kernels.require_exact(DEVICE, torch.float32, words)
+
+
 def test_a_token_outside_of_the_vocabulary_is_not_read(kernels: Any) -> None:
     logits, tokens = example(torch.float32)
     tokens[1, 2], tokens[2, 3] = -1, 9000
@@ -128,5 +140,5 @@ def test_kernels_that_do_not_work_are_named_and_left_out(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "rl_modules.fast.softmax_kernels", None)
     monkeypatch.delattr(fast, "softmax_kernels", raising=False)
     with pytest.warns(UserWarning, match="by torch's operators: Triton's kernels do not work on cuda here"):
-        assert plain._checked_kernels(torch.device("cuda"), torch.bfloat16) is None
+        assert plain._checked_kernels(torch.device("cuda"), torch.bfloat16, 9) is None
     plain._checked_kernels.cache_clear()
