@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from datamodules import InstructionDataModule, PromptDataModule
+from rl_modules import GRPO, SFT
+from rl_modules.language.base import LanguageModule
 from rl_modules.language.fast import held_graphs
 from rl_modules.language.fast.cast_weights import cast_together
 from rl_modules.language.fast.graphs import CastWeights
 from rl_modules.language.fast.self_check import body_of
+from tests.rl_modules.language.test_device import TINY
 from tests.rl_modules.language.test_light_layers import learned, network
+from tests.training import fit
 
 
 class Trained(nn.Module):
@@ -126,6 +131,26 @@ def test_two_passes_before_a_backward_pass_share_them() -> None:
     for ours, own in zip(*found, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-2, atol=1e-4)  # one cast for both passes, or one for each
     held_graphs.release(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "sft lora", "grpo"])
+def test_a_run_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO's training takes the copies of its graphs."""
+    shared: dict[str, Any] = {"model_config": {**TINY, "num_hidden_layers": 2}, "lr_scheduler_type": "constant"}
+    configure, ends = LanguageModule.configure_model, []
+    for casts_together in (False, True):
+        if casts_together:
+            monkeypatch.setattr(LanguageModule, "configure_model", lambda m: (configure(m), cast_together(m)))
+        data: Any = InstructionDataModule("addition", n_train=32, batch_size=8, eval_steps=0)
+        module: Any = SFT(lora={"r": 4, "target_modules": "all-linear"} if "lora" in name else None, **shared)
+        if name == "grpo":
+            module = GRPO(cache_implementation="graph", max_completion_length=5, completions_steps=0, **shared)
+            data = PromptDataModule("addition", num_generations=4, num_iterations=2, n_train=24, batch_size=16,
+                                    reward_funcs=[{"length_reward": {"target": 3}}], eval_steps=0)  # fmt: skip
+        fit(module, data, max_steps=4, accumulate_grad_batches=2, precision="bf16-mixed")
+        ends.append({key: x.clone() for key, x in module.state_dict().items()})
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
 
 
 def test_an_error_within_the_model_leaves_its_weights() -> None:
