@@ -55,11 +55,11 @@ def answer_in_tags(
 def last_number(
     prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
-    """1.0 where the last number of the completion, without commas, is the reference answer, else 0.0; None without one.
+    """1.0 where the last number of the completion is the reference answer, else 0.0; None without one.
 
-    Source: "flexible-extract" of GSM8K in EleutherAI's lm-evaluation-harness.
+    Commas between digits do not count. Source: after "flexible-extract" of GSM8K in EleutherAI's lm-evaluation-harness.
     """
-    return _compared(completions, answer, lambda text, reference: float(number_at_end(text) == reference))
+    return _compared(completions, answer, lambda text, sought: float(number_at_end(text) == sought.replace(",", "")))
 
 
 def think_answer_format(

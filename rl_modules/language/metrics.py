@@ -97,7 +97,7 @@ class LanguageMetrics(Algorithm):
                              "of this name; choose another")  # fmt: skip
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
-        """Makes an optimizer step, and hands the point of the curves that is due to callbacks that monitor it."""
+        """Makes an optimizer step, frees the gradients, and hands a due point of the curves to monitoring callbacks."""
         super().optimizer_step(*arguments, **named)
         for optimizer in self.trainer.optimizers:  # Lightning would keep the gradients through the next forward pass
             optimizer.zero_grad()

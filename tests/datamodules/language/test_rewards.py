@@ -115,6 +115,7 @@ def test_the_last_number_is_the_answer_and_a_sum_is_none():
     expected = [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, None]
     assert last_number(None, texts, answer=found) == expected
     assert last_number(None, ["52 + 25", chat("is 77")], answer=["77", 77]) == [0.0, 1.0]
+    assert last_number(None, ["1234", "it is 1,234."], answer=["1,234"] * 2) == [1.0, 1.0]
     assert math_accuracy(None, ["52 + 25"], answer=["77"]) == [1.0]  # why sums are not rewarded by it
     assert load_reward_func("last_number")([None], ["a 3"], answer=["3"]) == [1.0]
 

@@ -1,7 +1,6 @@
 """Weights cast together: autocast's numbers to the bit, and the model's own weights before and after."""
 
 import copy
-import gc
 from typing import Any
 
 import peft
@@ -16,7 +15,8 @@ from rl_modules.language.fast import held_graphs
 from rl_modules.language.fast.cast_weights import cast_together
 from rl_modules.language.fast.graphs import CastWeights
 from rl_modules.language.fast.self_check import body_of
-from tests.rl_modules.language.test_device import TINY
+from tests.fake_device import FakeStrategy, fake_device
+from tests.rl_modules.language.test_device import TINY, case
 from tests.rl_modules.language.test_light_layers import learned, network
 from tests.training import fit
 
@@ -88,7 +88,6 @@ def test_a_copy_of_a_model_casts_its_own_weights() -> None:
             weight.add_(1)
     learned(other, torch.bfloat16)
     assert all(weight.grad is None for weight in model.parameters())
-    gc.collect()
     assert learned(model, torch.bfloat16)[0].ne(learned(other, torch.bfloat16)[0]).any()
 
 
@@ -151,6 +150,19 @@ def test_a_run_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch
         fit(module, data, max_steps=4, accumulate_grad_batches=2, precision="bf16-mixed")
         ends.append({key: x.clone() for key, x in module.state_dict().items()})
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+@pytest.mark.parametrize(("is_fast", "precision", "expected"), [
+    ("1", "bf16-mixed", True), ("0", "bf16-mixed", False), ("1", "32-true", False),
+])  # fmt: skip
+def test_runs_under_autocast_cast_together_on_a_device(
+    is_fast: str, precision: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_FAST", is_fast)
+    with fake_device():
+        module, data = case("sft", "")
+        fit(module, data, max_steps=2, precision=precision, accelerator="auto", strategy=FakeStrategy())
+    assert bool(body_of(module.model)._forward_pre_hooks) == expected
 
 
 def test_an_error_within_the_model_leaves_its_weights() -> None:

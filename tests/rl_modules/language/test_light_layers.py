@@ -74,6 +74,18 @@ def test_numbers_and_weights_are_the_models_own(kind: str) -> None:
     assert replaced(again) == FOUND[kind]
 
 
+def test_a_gated_layer_casts_its_input_once() -> None:
+    model, found = network("qwen2"), []
+    layer = model.model.layers[0].mlp
+    for part in (layer, GatedLayer(layer)):
+        x = torch.randn(2, 3, 32).requires_grad_() * 1  # autocast casts a leaf once by itself
+        watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with watched as profile, torch.autocast("cpu", torch.bfloat16):
+            part(x).float().sum().backward()
+        found.append(sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy"))
+    assert found[1] == found[0] - 2  # in the forward and in the backward pass
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_in_half_precision_the_results_have_the_models_types(kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):

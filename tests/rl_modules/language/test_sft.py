@@ -153,7 +153,6 @@ def test_packing_does_not_change_the_gradient(tmp_path):
     assert_same_gradient(padded, gradient(tiny(), demonstrations(tmp_path, packing=True)))
 
 
-@pytest.mark.long
 def test_gradients_leave_the_memory_at_the_end_of_a_step(tmp_path):
     found = []
 
@@ -168,6 +167,7 @@ def test_gradients_leave_the_memory_at_the_end_of_a_step(tmp_path):
     assert found == [True, True, False] * 2  # within a step the first micro-batch's stay
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_gradient_of_one(tmp_path):
     """Plain gradient descent for three steps, in two processes of half the batch and in one."""
 
