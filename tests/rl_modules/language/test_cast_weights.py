@@ -152,13 +152,22 @@ def test_a_run_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
 
 
-@pytest.mark.parametrize(("is_fast", "precision", "expected"), [
-    ("1", "bf16-mixed", True), ("0", "bf16-mixed", False), ("1", "32-true", False),
+@pytest.mark.parametrize(("is_fast", "precision", "ranks", "expected"), [
+    ("1", "bf16-mixed", 1, True), ("0", "bf16-mixed", 1, False), ("1", "32-true", 1, False),
+    ("1", "bf16-mixed", 2, False),  # gradients of several ranks are exchanged as they come
 ])  # fmt: skip
 def test_runs_under_autocast_cast_together_on_a_device(
-    is_fast: str, precision: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+    is_fast: str, precision: Any, ranks: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RL_FAST", is_fast)
+    configure = LanguageModule.configure_model
+
+    def configure_on_ranks(module: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.trainer.strategy, "world_size", ranks, raising=False)
+            configure(module)
+
+    monkeypatch.setattr(LanguageModule, "configure_model", configure_on_ranks)
     with fake_device():
         module, data = case("sft", "")
         fit(module, data, max_steps=2, precision=precision, accelerator="auto", strategy=FakeStrategy())
