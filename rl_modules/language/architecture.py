@@ -1,6 +1,7 @@
 """Architectures: configs of transformers with changed fields, their limits, and their rates of dropout."""
 
 import copy
+import inspect
 from difflib import get_close_matches
 from typing import Any
 
@@ -106,6 +107,12 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
 def transformers_model(model: Any) -> Any:
     """Returns the transformers model inside of a ``peft`` model, whose adapters are in its layers, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def cache_argument(model: Any) -> str:
+    """The argument of a model's forward pass that takes its cache: since transformers 5.24 ``cache``."""
+    known = inspect.signature(transformers_model(model).forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def text_config(config: PretrainedConfig) -> Any:

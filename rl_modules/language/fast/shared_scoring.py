@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import cache_argument, text_config
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
@@ -110,6 +110,7 @@ def _grouped(
     first, source, last = (x.to(device, non_blocking=True) for x in (first, source, last))
     rows = torch.arange(len(length), device=device)
     cache: Any = DynamicCache(config=text_config(model.config))
+    cached: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     beginning = tokens[rows, prompt_length]
 
     def process(row: Tensor, column: Tensor) -> Process | None:
@@ -118,7 +119,7 @@ def _grouped(
     found = [
         log_probs_at(model, last, beginning, temperature, entropy, source=source,
                      process=process(rows, torch.zeros_like(rows)),
-                     input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
+                     input_ids=tokens[first, :prompt_width], **cached)
     ]  # fmt: skip
     where = [rows * width]
     if width > 1:
@@ -135,7 +136,7 @@ def _grouped(
             found.append(log_probs_at(
                 model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,
                 process=process(row, column + 1), input_ids=tokens.gather(1, place), attention_mask=mask,
-                past_key_values=cache, position_ids=place, use_cache=True,
+                position_ids=place, **cached,
             ))  # fmt: skip
             where.append(row * width + column + 1)
     shape = torch.Size([len(length), width])

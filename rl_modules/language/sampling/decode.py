@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.modules import on
-from rl_modules.language.architecture import transformers_model
+from rl_modules.language.architecture import cache_argument, transformers_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.protocol import RowListener
@@ -186,7 +186,7 @@ class Decoding:
         none = prompts.source[:0]
         self.live = _Live(none, none, none, none)
         self._model, self._known = model, inspect.signature(transformers_model(model).forward).parameters
-        self._synced, self._called = synced, False
+        self._cache_name, self._synced, self._called = cache_argument(model), synced, False
         #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
 
@@ -221,8 +221,9 @@ class Decoding:
             _any_rank(True, tokens.device)
         self._called = True
         # Models without position_ids have no positions but those that follow from the mask (ALiBi).
-        options = {name: x for name, x in (("position_ids", positions), ("logits_to_keep", 1)) if name in self._known}
-        output = self._model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        given = {"position_ids": positions, "logits_to_keep": 1}
+        options = {self._cache_name: cache, **{name: x for name, x in given.items() if name in self._known}}
+        output = self._model(input_ids=tokens, attention_mask=mask, use_cache=True, **options)
         logits: Tensor = output.logits[:, -1]
         return logits
 
