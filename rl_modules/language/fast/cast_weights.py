@@ -41,15 +41,22 @@ class CastTogether:
     """Hooks of a module: while it runs under autocast and with gradients, its linear layers hold cast weights."""
 
     def __init__(self, body: nn.Module) -> None:
+        # DoRA computes norms of weights in the type that it finds, and so may hooks of a layer.
+        other = {
+            id(x) for part in body.modules() if getattr(part, "lora_magnitude_vector", None) for x in part.modules()
+        }
         self._places = [
-            (layer, name) for layer in body.modules() if type(layer) is nn.Linear
+            (layer, name) for layer in body.modules()
+            if type(layer) is nn.Linear and not layer._forward_pre_hooks and id(layer) not in other
             for name, weight in layer._parameters.items() if weight is not None
         ]  # fmt: skip
         self._weights: list[tuple[nn.Module, str, Any]] = []
         body.register_forward_pre_hook(self.swap)
         body.register_forward_hook(self.restore, always_call=True)
+        body.register_state_dict_pre_hook(self.restore)  # torch calls no hooks after an interrupt by the keyboard
 
     def swap(self, body: nn.Module, *_: Any) -> None:
+        self.restore()
         kind = next(body.parameters()).device.type
         if not torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or torch.compiler.is_compiling():
             return
@@ -75,7 +82,9 @@ def cast_together(module: Any) -> None:
     """Does so for the models that a module trains, but those whose layers run again in the backward pass."""
     for model in module.trained_models:
         body = body_of(transformers_model(model))
-        has_hook = any(isinstance(getattr(hook, "__self__", None), CastTogether)
-                       for hook in body._forward_pre_hooks.values())  # fmt: skip
-        if not has_hook and not any(getattr(part, "gradient_checkpointing", False) for part in body.modules()):
+        owners = (getattr(hook, "__self__", None) for hook in body._forward_pre_hooks.values())
+        known = [owner for owner in owners if isinstance(owner, CastTogether)]
+        for owner in known:
+            owner.restore()
+        if not known and not any(getattr(part, "gradient_checkpointing", False) for part in body.modules()):
             CastTogether(body)

@@ -43,8 +43,10 @@ def loss_of(
     weighted = weight * plain
     device = found.device.type
     is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-    if is_fast() and weighted.requires_grad and not is_half and not is_sharded(module):
-        named = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Hooks of tensors would run here and in the one backward pass.
+    is_hooked = any(parameter._backward_hooks for parameter in named)
+    if is_fast() and weighted.requires_grad and not (is_half or is_hooked or is_sharded(module)):
         with torch.autocast(device, enabled=False):  # as in Lightning's backward pass
             gradients = torch.autograd.grad(weighted, named, allow_unused=True)
         reached = [(w, g) for w, g in zip(named, gradients, strict=True) if g is not None]

@@ -47,10 +47,12 @@ class GatedLayer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # once, not by each of the two layers
         gate, up = self.gate_proj(x), self.up_proj(x)
         active = self.act_fn(gate)
+        if not torch.is_grad_enabled():
+            return self.down_proj(active * up)
         kept = _Kept(gate, up, self.act_fn, active)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             product = active * up
-            kept.product = product.untyped_storage().data_ptr()
+            kept.product = _place(product)
             return self.down_proj(product)
 
 
@@ -59,15 +61,16 @@ class _Kept:
 
     def __init__(self, gate: Tensor, up: Tensor, act: nn.Module, active: Tensor) -> None:
         self.gate, self.up, self.act = gate, up, act
-        # The places of both tensors in memory, where nothing else can be as long as the forward pass holds them.
-        self.active, self.product = active.untyped_storage().data_ptr(), 0
+        # The places of both tensors in memory, where nothing else can be as long as the forward pass holds them, and
+        # how often these have been changed in place.
+        self.active, self.product = _place(active), (0, 0)
         self._computed: Tensor | None = None
 
     def pack(self, x: Tensor) -> Tensor | tuple[bool, torch.Size]:
-        place = x.untyped_storage().data_ptr()
+        place = _place(x)
         is_known = place in (self.active, self.product) and x.numel() == self.up.numel() and x.is_contiguous()
         is_known &= x.dtype is self.gate.dtype  # autocast, in which the backward pass is not, has made others
-        return (place == self.product, x.shape) if place and is_known else x  # 0: no memory of this process
+        return (place == self.product, x.shape) if place[0] and is_known else x  # 0: no memory of this process
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -78,6 +81,10 @@ class _Kept:
             return active.view(shape)
         self._computed = active  # for the next one that is asked for
         return (active * self.up).view(shape)
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return x.untyped_storage().data_ptr(), x._version
 
 
 def lighten(module: nn.Module) -> None:
@@ -127,8 +134,10 @@ def _gated_of(layer: nn.Module) -> GatedLayer | None:
 
 @torch.no_grad()
 def _agree(layer: nn.Module, lighter: Any) -> bool:
-    """Whether two layers give the same numbers, small and large, in each type that they may be given."""
-    is_norm = isinstance(lighter, FusedNorm)
+    """Whether two layers give the same numbers, small and large, in each type that they may be given, and no others in
+    training mode, where the layer may drop some.
+    """
+    is_norm, mode = isinstance(lighter, FusedNorm), layer.training
     own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
     try:
         size = lighter.weight.numel() if is_norm else lighter.gate_proj.in_features
@@ -140,6 +149,9 @@ def _agree(layer: nn.Module, lighter: Any) -> bool:
                 most = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2  # one of them may round twice
                 if a.dtype != b.dtype or not bool(((a - b).abs().amax(-1) <= most * a.abs().amax(-1)).all()):
                     return False
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            return torch.equal(layer.train()(x.to(own)), layer(x.to(own)))
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False  # a layer of other arguments
-    return True
+    finally:
+        layer.train(mode)

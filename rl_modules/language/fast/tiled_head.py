@@ -271,15 +271,24 @@ def can_tile(model: Any) -> bool:
 
 
 def _compare_tiles(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    text = probe_texts(model, [6])[0]
+    text, head = probe_texts(model, [6])[0], model.get_output_embeddings()
+    if not is_sharded(model) and ("forward" in vars(head) or head._forward_hooks or hasattr(head, "parametrizations")):
+        raise ValueError("the output layer has a hook, a parametrization or another forward, which may read weights")
     output: list[Tensor] = []
-    handle = model.get_output_embeddings().register_forward_hook(lambda layer, inputs, z: output.append(z))
+
+    def spread(layer: nn.Module, inputs: Any, z: Tensor) -> Tensor:
+        """Logits small and large, because a cap shows on large ones alone."""
+        output.append(torch.linspace(-60, 60, z.numel(), device=z.device).view_as(z).to(z.dtype))
+        return output[0]
+
+    handle = head.register_forward_hook(spread)
     try:
-        logits = model(input_ids=text[None], use_cache=False).logits
+        changed = model(input_ids=text[None], use_cache=False).logits
     finally:
         handle.remove()
-    if not find_tail(model, output[0], logits):
+    if not find_tail(model, output[0], changed):
         raise ValueError("what follows the output layer is not in the config")
+    logits = model(input_ids=text[None], use_cache=False).logits
     place, target = torch.arange(5, device=text.device), text[None, 1:]
     whole = statistics(logits[:, :-1], target).log_prob
     tiled = tiled_at(model, place, None, target, chooses_mlp=False, input_ids=text[None])

@@ -189,6 +189,45 @@ def test_an_error_within_the_model_leaves_its_weights() -> None:
     assert len(list(model.parameters())) == len(list(network("qwen2").parameters()))
 
 
+@pytest.mark.parametrize("then", ["state_dict", "another fit", "another pass"])
+def test_an_interrupt_by_the_keyboard_leaves_its_weights(then: str) -> None:
+    """After which torch calls no hooks."""
+    model = network("qwen2")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    cast_together(Trained(model))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        learned(model, torch.bfloat16)
+    handle.remove()
+    if then == "another pass":
+        learned(model, torch.bfloat16)
+    elif then == "another fit":
+        cast_together(Trained(model))
+        torch.optim.SGD(model.parameters(), 0.1)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_adapters_of_dora_and_layers_with_hooks_keep_their_weights() -> None:
+    adapted = peft.get_peft_model(network("qwen2"), peft.LoraConfig(
+        r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False))  # fmt: skip
+    hooked = adapted.get_base_model().model.layers[1].mlp.up_proj
+    types: set[torch.dtype] = set()
+    hooked.register_forward_pre_hook(lambda layer, *_: types.add(layer.weight.dtype))
+    for layer in adapted.modules():
+        if type(layer) is nn.Linear:
+            layer.requires_grad_()
+    own = copy.deepcopy(adapted)
+    cast_together(Trained(adapted))
+    for ours, plain in zip(learned(adapted, torch.bfloat16), learned(own, torch.bfloat16), strict=True):
+        assert torch.equal(ours, plain)
+    assert types == {torch.float32}
+
+
 def test_layers_that_run_again_in_the_backward_pass_keep_their_weights() -> None:
     model = network("qwen2").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -289,6 +289,39 @@ def test_an_activation_in_place_stays() -> None:
     assert replaced(model) == (5, 0)
 
 
+def test_a_layer_that_is_random_in_training_stays() -> None:
+    config = AutoConfig.for_model("seed_oss", **SIZES, residual_dropout=0.5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    lighten(model)
+    assert replaced(model) == (5, 0)
+    assert not any(part.training for part in model.modules())
+    acting = network("qwen2")
+    for layer in acting.model.layers:
+        layer.mlp.act_fn = nn.RReLU()
+    lighten(acting)
+    assert replaced(acting) == (5, 0)
+
+
+def test_a_product_that_is_changed_in_place_is_kept() -> None:
+    model = network("qwen2")
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda layer, inputs: (inputs[0].mul_(0.5),))
+    lighter = copy.deepcopy(model)
+    lighten(lighter)
+    assert replaced(lighter) == (5, 2)
+    for ours, own in zip(learned(lighter), learned(model), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-6)
+
+
+def test_lighter_layers_run_in_inference_mode() -> None:
+    model = network("qwen2")
+    lighter = copy.deepcopy(model)
+    lighten(lighter)
+    tokens = torch.arange(9)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(lighter(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dora", quick([False, True], False))
 def test_adapters_of_lighter_layers_merge(dora: bool) -> None:
     config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=dora, r=2)

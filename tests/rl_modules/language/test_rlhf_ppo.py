@@ -19,6 +19,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
 from rl_modules.language.critics import token_values
 from rl_modules.language.export import export_model
+from rl_modules.language.fast.early_gradient import loss_of
 from rl_modules.language.models import make_model
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
@@ -356,6 +357,16 @@ def test_an_own_policy_and_value_is_asked_in_training_too(make):
         trained.append(weights(module))
     torch.testing.assert_close(trained[0], trained[1])
     assert not torch.allclose(trained[0], trained[2], atol=1e-3)
+
+
+@pytest.mark.fast_path
+def test_a_gradient_hook_of_a_value_model_runs_once():
+    layer, x = torch.nn.Linear(3, 1), torch.randn(4, 3)
+    layer.weight.register_hook(lambda gradient: 0.5 * gradient)
+    loss_of(layer, lambda: layer(x), lambda value: value.square().mean(), torch.tensor(0.1))[0].backward()
+    taken, layer.weight.grad = layer.weight.grad, None
+    (0.1 * layer(x).square().mean()).backward()
+    torch.testing.assert_close(taken, layer.weight.grad)
 
 
 @pytest.mark.fast_path

@@ -16,7 +16,7 @@ from rl_modules import GRPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import make_config
 from rl_modules.language.fast import self_check
-from rl_modules.language.fast.packing import can_pack_texts
+from rl_modules.language.fast.packing import can_pack_pairs, can_pack_texts
 from rl_modules.language.fast.self_check import agrees, require_left_to_right, shortest_window, warn_of_noise
 from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.models import make_model
@@ -113,6 +113,18 @@ def test_a_leak_smaller_than_rounding_is_found(name):
     """In bfloat16, and with initial weights, what comes over from another text is less than a product's rounding."""
     module = built(SFT, ARCHITECTURES[name], torch_dtype="bfloat16")
     assert not can_pack_texts(module.model)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Mamba-2", "Jamba", "Qwen3-Next"])
+def test_a_leak_of_small_weights_is_found(name):
+    """A run that is resumed asks again, with larger weights, and must get the same answer."""
+    model = network(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=2e-3)
+    assert not can_pack_texts(model)
+    assert not can_pack_pairs(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -177,6 +177,28 @@ def test_a_model_whose_output_has_weights_of_its_own_behind_it_is_not_tiled(tile
     assert "all logits are computed at once" in caplog.text
 
 
+def test_an_output_layer_whose_hook_may_read_other_weights_is_not_tiled(tiles, caplog):
+    model = build("plain")
+    model.model.bias = torch.nn.Parameter(torch.zeros(WORDS))
+    model.lm_head.register_forward_hook(lambda layer, inputs, output: output + model.model.bias)
+    place, tokens = torch.tensor([1, 4]), torch.tensor([[5, 6, 7, 8, 9]])
+    log_probs_at(model, place, torch.tensor([7, 3]), input_ids=tokens).log_prob.sum().backward()
+    assert model.model.bias.grad is not None and bool(model.model.bias.grad.any())
+    assert "all logits are computed at once" in caplog.text
+
+
+def test_a_cap_is_found_while_logits_are_small(tiles):
+    model = build("soft cap")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-4)
+        assert can_tile(model)
+        model.lm_head.weight.normal_(std=3)
+    place, tokens = torch.tensor([1, 4]), torch.tensor([[5, 6, 7, 8, 9]])
+    found = log_probs_at(model, place, torch.tensor([7, 3]), input_ids=tokens)
+    expected = model(input_ids=tokens).logits[0, place].log_softmax(-1)[[0, 1], [7, 3]]
+    torch.testing.assert_close(found.log_prob[0], expected)
+
+
 def test_what_the_config_does_not_explain_is_not_tiled(tiles):
     model = build("plain")
     # A hook on the whole model stands for an architecture that does something else to its logits.
