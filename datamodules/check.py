@@ -10,13 +10,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import env_checker
 from gymnasium.vector import VectorEnv
+from torch.utils._pytree import tree_leaves
 
 import rl_modules
 from datamodules.environments import Environments
 from datamodules.envs.boundary import boundary_of, require_finite_evaluation
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import MASK
-from rl_modules.common.modules import tree_leaves
 from rl_modules.common.spaces import space_to_dict
 
 #: Steps with random actions that are played, and played again from the same seed.

@@ -118,6 +118,11 @@ class RecordedIteration(Recorded):
                 self.update(tree_map(lambda x, rows=rows: x[rows], shuffled) if per_pass > 1 else shuffled, index)
                 index += 1
 
+    def _beside_states(self, x: Tensor) -> Tensor:
+        """An observation in memory of its own, because the next step writes over the states."""
+        is_state = x.untyped_storage().data_ptr() == self.envs.state.untyped_storage().data_ptr()
+        return x.clone() if is_state else x
+
     def collect(self) -> dict[str, Any]:
         """A rollout, as :meth:`datamodules.tensor_collector.TensorCollector.collect` returns it."""
         envs, space, generator = self.envs, self.collector.space, self.collector.generator
@@ -127,8 +132,7 @@ class RecordedIteration(Recorded):
         observations, successors = [], []
         observation = observation_tensors(space, envs.observe(envs.state))
         for _ in range(self.data.n_steps):
-            if observation.untyped_storage().data_ptr() == envs.state.untyped_storage().data_ptr():
-                observation = observation.clone()  # the next step writes over the states
+            observation = tree_map(self._beside_states, observation)
             observations.append(observation)
             acted.append(act(observation, generator))
             raw, reward, terminated, truncated, info = envs.step(
@@ -143,16 +147,17 @@ class RecordedIteration(Recorded):
         reward, terminated, truncated, done, running = (torch.stack(column) for column in zip(*rows, strict=True))
         self._note_episodes(done.flatten(), running.movedim(1, 0).flatten(1))
         successor = tree_map(lambda *steps: torch.stack(steps), successors[0], *successors[1:])
-        seen = [x for x in (successor, reward) if x.is_floating_point()]
+        seen = [x for x in (*tree_leaves(successor), reward) if x.is_floating_point()]
         self.is_finite.logical_and_(torch.stack([x.isfinite().all() for x in seen]).all())
         rollout: dict[str, Any] = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         rollout.update(
-            observation=torch.stack(observations), next_observation=successor,
+            observation=tree_map(lambda *steps: torch.stack(steps), observations[0], *observations[1:]),
+            next_observation=successor,
             reward=reward.sign() if self.collector.sign_reward else reward, terminated=terminated,
             truncated=truncated, valid=torch.ones_like(done),
         )  # fmt: skip
         if "value" in rollout:
-            values = act(successor.flatten(0, 1), self._unused)["value"]
+            values = act(tree_map(lambda x: x.flatten(0, 1), successor), self._unused)["value"]
             rollout["next_value"] = values.reshape(reward.shape)
         return rollout
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rl_modules.common.checkpoint_file import require_plain
 from rl_modules.core.hooks import CheckedCheckpointIO
 
 
@@ -18,6 +19,7 @@ class AtomicCheckpointIO(CheckedCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        require_plain(checkpoint)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f"{target.name}.part")

@@ -133,7 +133,8 @@ def verify(run: Path, start: str | None = None) -> Verdict:
     saved = checkpoints_of(run)
     if not saved:
         raise UsageError(f"{run} has no checkpoint in {run / 'checkpoints'}, so there is nothing to compare with")
-    *earlier, end = saved
+    end = saved[-1]
+    earlier = [one for one in saved if one.step < end.step]
     by_name = {one.name: one for one in earlier}
     if start not in (None, "start", *by_name):
         raise UsageError(f"from={start!r} is no checkpoint before {end.name}.ckpt; there are "

@@ -4,6 +4,7 @@ import inspect
 import pickle
 import re
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,11 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opti
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta",
             "exp_inf", "ax", "prev", "step_size")  # fmt: skip
 _NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+#: What ``torch.load(weights_only=True)`` builds besides tensors.
+_PLAIN = (dict, list, tuple, set, OrderedDict, Counter, str, bytes, bytearray, bool, int, float, complex,
+          type(None), torch.Size, torch.dtype, torch.device)  # fmt: skip
 
 
 class DamagedCheckpoint(UsageError):
@@ -88,25 +94,43 @@ def damage_of(path: Path) -> str | None:
     return None if bad is None else f"its part {bad} does not match its checksum"
 
 
-def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
-    """Refuses a tensor with less memory than elements, as ``expand`` makes it: kernels would read beyond it."""
+def _parts_of(checkpoint: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All values in nested containers with the keys to them, joined by dots."""
     pending: list[tuple[str, Any]] = [("", checkpoint)]
     seen = set()  # a list may contain itself
     while pending:
         where, value = pending.pop()
-        if isinstance(value, torch.Tensor):
-            plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-            if not plain or value.is_quantized or value.device.type != "cpu":
-                raise UsageError(f"{name} has {where[1:]} as a {type(value).__name__} of {value.layout} on "
-                                 f"{value.device.type}; only plain dense tensors load")  # fmt: skip
-            if (value.storage_offset() + value.numel()) * value.itemsize > value.untyped_storage().nbytes():
-                raise UsageError(f"{name} has {where[1:]} of shape {tuple(value.shape)} and strides {value.stride()} "
-                                 "with less memory than elements; tensors that share memory with themselves do not load"
-                                 )  # fmt: skip
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+        yield where[1:], value
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{where}.{key}", item) for key, item in items]
+
+
+def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
+    """Refuses a tensor with less memory than elements, as ``expand`` makes it: kernels would read beyond it."""
+    for where, value in _parts_of(checkpoint):
+        if isinstance(value, torch.Tensor):
+            plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+            if not plain or value.is_quantized or value.device.type != "cpu":
+                raise UsageError(f"{name} has {where} as a {type(value).__name__} of {value.layout} on "
+                                 f"{value.device.type}; only plain dense tensors load")  # fmt: skip
+            if (value.storage_offset() + value.numel()) * value.itemsize > value.untyped_storage().nbytes():
+                raise UsageError(f"{name} has {where} of shape {tuple(value.shape)} and strides {value.stride()} "
+                                 "with less memory than elements; tensors that share memory with themselves do not load"
+                                 )  # fmt: skip
+
+
+def require_plain(checkpoint: dict[str, Any]) -> None:
+    """Refuses, before it is written, a checkpoint that could not be loaded without code."""
+    for where, value in _parts_of(checkpoint):
+        if not isinstance(value, torch.Tensor) and type(value) not in (
+            *_PLAIN,
+            *torch.serialization.get_safe_globals(),
+        ):
+            raise UsageError(f"this checkpoint could not be loaded again: it has {where} as a "
+                             f"{type(value).__module__}.{type(value).__qualname__}, which only code could build; keep "
+                             "tensors, numbers, texts, and lists and dictionaries of these")  # fmt: skip
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -67,6 +67,8 @@ def pack(x: Any) -> Any:
         return {ARRAY: torch.from_numpy(np.array(x))}
     if isinstance(x, Generator):
         return {GENERATOR: x.get_state(), "device": x.device.type}
+    if isinstance(x, np.random.Generator):
+        return pack(x.bit_generator.state)
     if isinstance(x, dict):
         return {key: pack(value) for key, value in x.items()}
     if isinstance(x, tuple):
@@ -98,6 +100,9 @@ def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
         return here
     if hasattr(here, "load_state_dict"):
         here.load_state_dict(saved)
+        return here
+    if isinstance(here, np.random.Generator):
+        here.bit_generator.state = unpack(saved, None, name)
         return here
     is_array = isinstance(saved, dict) and ARRAY in saved
     if isinstance(here, Tensor):

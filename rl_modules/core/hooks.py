@@ -110,7 +110,15 @@ def draw_over(trainer: Any, position: int) -> None:
 
 
 class CheckedCheckpointIO(TorchCheckpointIO):
-    """Verifies a file by :func:`rl_modules.common.checkpoint_file.read_checkpoint` before Lightning loads it."""
+    """Verifies a file by :func:`rl_modules.common.checkpoint_file.read_checkpoint` before Lightning loads it, and
+    refuses to write one that could not be loaded.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        from rl_modules.common.checkpoint_file import require_plain
+
+        require_plain(checkpoint)
+        super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         from rl_modules.common.checkpoint_file import read_checkpoint  # only loading needs it

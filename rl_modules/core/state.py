@@ -5,8 +5,9 @@
         _weight: float | None = transient()              # a run begins with None, no checkpoint has it
 
 The value is made at its first use. Each fit of a module or datamodule forgets it, so that it is made again. It may be a
-number, a text, a tensor, an array, a generator, an object with ``state_dict`` and ``load_state_dict``, and lists,
-tuples, deques and dictionaries of these. Loading needs no code: everything is stored as tensors and plain data.
+number, a text, a tensor, an array, a generator of torch or NumPy, an object with ``state_dict`` and
+``load_state_dict``, and lists, tuples, deques and dictionaries of these. Loading needs no code: everything is stored as
+tensors and plain data.
 """
 
 import random

@@ -163,6 +163,9 @@ class Recorded:
         self._hooks = GradientHooks(self.trainer)
         self._rates: dict[int, Tensor] = {}
         rates_in_place(self.optimizers, self._rates)
+        # Of numbers that the run or a subclass may change; the rate of learning is in a tensor.
+        names = [*declared(module, kept=True), *(x.attribute or name for name, x in module.declared_settings.items())]
+        self._names = [name for name in names if name not in (*NUMBERS, "learning_rate")]
         # By key: what a recording has noted by `record_now`, and the tensors that it has left in these attributes.
         self._noted: dict[Any, dict[str, Any]] = {}
         self._left: dict[Any, list[dict[str, Any]]] = {}
@@ -174,8 +177,7 @@ class Recorded:
     def step(self, form: Any = ()) -> bool:
         """Runs, records or replays :meth:`run`, of batches of a form; returns whether without its Python code."""
         module = self.module
-        names = (name for name in declared(module, kept=True) if name not in NUMBERS)
-        numbers = [(name, x) for name in names if isinstance(x := getattr(module, name), float)]
+        numbers = [(name, x) for name in self._names if isinstance(x := getattr(module, name, None), float)]
         frozen = tuple(p.requires_grad for p in module.parameters())
         rates = rates_in_place(self.optimizers, self._rates)
         key = (form, module.recording_key(), *numbers, frozen, rates)

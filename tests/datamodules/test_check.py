@@ -44,6 +44,20 @@ def test_a_sound_environment_has_no_findings() -> None:
     assert check_env(Walk) == check_env("Maze-v0") == check_env("CartPole-v1") == []
 
 
+class Mixed(Walk):
+    observation_space = spaces.Dict({"both": spaces.Tuple([spaces.Box(0.0, 100.0, (3,)), spaces.Discrete(5)])})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {"both": (np.zeros(3, np.float32), 1)}, super().reset(seed=seed)[1]
+
+    def step(self, action: int) -> Any:
+        return {"both": (np.ones(3, np.float32), 2)}, *super().step(action)[1:]
+
+
+def test_a_tuple_within_a_dictionary_has_no_findings() -> None:
+    assert check_env(Mixed) == []
+
+
 def test_an_episode_that_differs_when_repeated_is_advised_against() -> None:
     (advice,) = check_env(Walk, {"fault": "random"})
     assert "the same seed and actions led to something else at step 3" in advice

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from datamodules import RolloutDataModule
@@ -192,6 +193,41 @@ def test_a_subclass_with_a_loss_of_its_own(records, monkeypatch):
     recorded = train(WithOwnLoss(graph=True), "torch/CartPole-v1", **arguments)
     assert_same(eager, recorded)
     assert {"train/huber", "share"} <= recorded[1][-1][1].keys()
+
+
+class Annealed(PPO):
+    def update_schedules(self, progress: float) -> None:
+        super().update_schedules(progress)
+        self.vf_coef = 0.5 * (1 - progress)
+
+
+def test_a_number_that_a_subclass_changes_is_the_present_one(monkeypatch):
+    arguments = {"n_steps": 16, "batch_size": 64, "n_epochs": 2}
+    eager = train(Annealed(), "torch/CartPole-v1", **arguments)
+    use_tapes(monkeypatch)
+    assert_same(eager, train(Annealed(graph=True), "torch/CartPole-v1", **arguments))
+
+
+class Parts(CartPole):
+    """Places and speeds apart."""
+
+    single_observation_space = spaces.Dict({name: spaces.Box(-10, 10, (2,)) for name in ("place", "speed")})
+
+    def observe(self, state: Tensor) -> Any:
+        return {"place": state[:, ::2], "speed": state[:, 1::2]}
+
+
+def in_parts(num_envs: int = 8) -> Parts:
+    return Parts(num_envs, max_episode_steps=500)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_observations_in_parts(records, monkeypatch):
+    arguments = {"n_steps": 16, "batch_size": 64, "n_epochs": 2}
+    eager = train(PPO(), in_parts, **arguments)
+    if records:
+        use_tapes(monkeypatch)
+    assert_same(eager, train(PPO(graph=True), in_parts, **arguments))
 
 
 class ReadsBack(PPO):

@@ -1,6 +1,7 @@
 """``rl replay`` and ``rl verify`` beside what the run itself saw and wrote."""
 
 import ast
+import json
 import os
 import signal
 from pathlib import Path
@@ -145,6 +146,19 @@ def test_a_run_that_max_steps_ended_within_an_epoch_is_verified(
     loops = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["loops"]["fit_loop"]
     assert loops["epoch_progress"]["current"]["processed"] < loops["epoch_progress"]["current"]["started"]
     assert exit_code("verify", str(folder)) == 0, capsys.readouterr().out
+    assert "the same, bit for bit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_run_s_end_is_none_to_begin_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "eval/mean_reward", "save_top_k": -1}}
+    main(["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.eval_freq=512",
+          "--data.n_eval_episodes=1", f"--trainer.callbacks+={json.dumps(best)}"])  # fmt: skip
+    (folder,) = (tmp_path / "logs").glob("*/version_0")
+    assert exit_code("verify", str(folder)) == 0, capsys.readouterr().err
     assert "the same, bit for bit" in capsys.readouterr().out
 
 

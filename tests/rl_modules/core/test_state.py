@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 from collections import deque
 from typing import Any
 
@@ -28,6 +29,7 @@ class Run(Stateful):
     last: Any = persistent(lambda run: deque(maxlen=2))
     nested: Counter = persistent(lambda run: Counter())
     _generator: torch.Generator = persistent(lambda run: torch.Generator().manual_seed(3))
+    _numpys: np.random.Generator = persistent(lambda run: np.random.default_rng(3))
     cache: Any = transient([])
 
     def __init__(self, n: int) -> None:
@@ -49,6 +51,7 @@ def used() -> Run:
     run.last.extend([1, 2, 3])
     run.nested.count = 7
     torch.rand(5, generator=run._generator)
+    run._numpys.random(5)
     run.cache.append(1)
     return run
 
@@ -73,6 +76,7 @@ def test_a_loaded_run_goes_on_as_the_saved_one() -> None:
     assert isinstance(other.pair, tuple) and other.pair[1].shape == ()
     assert list(other.last) == [2, 3] and other.last.maxlen == 2
     assert other.nested.count == 7
+    assert other._numpys.random() == run._numpys.random()
     assert torch.equal(torch.rand(3, generator=other._generator), torch.rand(3, generator=run._generator))
     assert other.cache == []
 
@@ -136,3 +140,23 @@ def test_a_run_of_an_earlier_version_is_not_resumed_but_its_weights_load(tmp_pat
         fit(PPO(net_arch=[4]), data(), ckpt_path=tmp_path / "before.ckpt")
     loaded = PPO.load_from_checkpoint(tmp_path / "before.ckpt")
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+
+class Strange(PPO):
+    strange: Any = persistent(lambda module: random.Random(3))
+
+
+class Hooked(PPO):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = [{"best": np.float64(1.5)}]
+
+
+@pytest.mark.parametrize(("module", "where"), [(Strange, "run.strange as a random.Random"),
+                                               (Hooked, "mine.0.best as a numpy.float64")])  # fmt: skip
+def test_a_checkpoint_that_could_not_be_loaded_is_not_written(module: Any, where: str, tmp_path: Any) -> None:
+    trainer = fit(
+        module(), RolloutDataModule("CartPole-v1", n_steps=8, n_envs=1, batch_size=8, eval_freq=0), max_steps=1
+    )
+    with pytest.raises(UsageError, match=where):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
