@@ -16,6 +16,7 @@ from datamodules.language.rows import RowLengths, cut, joined_sequences, require
 from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
+from rl_modules.core.seams import require_rows
 from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
@@ -253,6 +254,8 @@ class PromptDataModule(LanguageDataModule):
         with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             rollout = self._rollout(self.generation_size // self.num_generations)
             prepared = module.prepare(rollout)
+        if self.generation == 0:
+            require_rows(prepared, (len(rollout["length"]),), "[completions]")
         module.train(training)
         if self.rollouts_path is not None:
             from datamodules.language.rollouts import store

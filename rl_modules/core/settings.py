@@ -201,6 +201,8 @@ class Declared:
 
     #: The arguments that the class takes, by name; those of the most derived class come first.
     declared_settings: ClassVar[Mapping[str, Setting]] = {}
+    #: Inherited arguments that the class does not take, with their values; they are hyperparameters of no checkpoint.
+    fixed_values: ClassVar[Mapping[str, Any]] = {}
     #: Schedules of the arguments that are declared so.
     schedules: dict[str, Schedule]
     _given: "Given"
@@ -281,10 +283,17 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     made.__post_init__()
 
 
+def without_fixed(made: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters that are arguments of a class, without what it fixes."""
+    return {name: x for name, x in stored.items() if name in made.declared_settings or name not in made.fixed_values}
+
+
 def keep(made: Any, stored: dict[str, Any]) -> None:
-    """Makes these the hyperparameters, and the initial ones."""
-    made._set_hparams(stored)
+    """Makes these the hyperparameters, and the initial ones; what a class fixes may be read beside them."""
+    made._set_hparams(without_fixed(made, stored))
     made._hparams_initial = deepcopy(made._hparams)
+    for name, value in made.fixed_values.items():
+        made._hparams.setdefault(name, value)
     made._hparams_name = "kwargs"
 
 
@@ -353,6 +362,7 @@ def _declare(cls: Any) -> None:
             fixed_here[name] = value.instead
             delattr(cls, name)
             if value.value is not ...:
+                cls.fixed_values = {**cls.fixed_values, name: plain(value.value)}
                 setattr(cls, inherited[name].attribute or name, value.value)
         elif isinstance(value, _Changed):
             declared[name] = replace(inherited[name], **value.rules).of_kind(

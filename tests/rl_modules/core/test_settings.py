@@ -10,8 +10,8 @@ import torch
 from jsonargparse import ArgumentParser
 
 import rl_modules
-from datamodules import ReplayDataModule, RolloutDataModule
-from rl_modules import A2C, DDPG, PPO, SAC, QLearning, RecurrentPPO
+from datamodules import PreferenceDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
+from rl_modules import A2C, DDPG, DPO, GRPO, PPO, SAC, QLearning, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import Declared, changed, fixed, setting
 from tests.training import fit, rollouts
@@ -181,3 +181,29 @@ def test_all_defaults_are_in_their_ranges(name: str) -> None:
     cls = getattr(rl_modules, name)
     for argument, declared in cls.declared_settings.items():
         assert declared.checked(argument, declared.default) == declared.default
+
+
+@pytest.mark.parametrize(("base", "name", "value"), [
+    (PPO, "net_arch", [8]), (PPO, "ortho_init", False), (SAC, "ent_coef", 0.1), (SAC, "net_arch", [8]),
+    (QLearning, "exploration_fraction", 0.3), (GRPO, "weight_decay", 0.1), (GRPO, "lora", {"r": 2}),
+    (DPO, "loss_type", "ipo"),
+])  # fmt: skip
+def test_a_fixed_argument_of_any_class_has_its_value(base: Any, name: str, value: Any, tmp_path: Any) -> None:
+    made = type("Fixing", (base,), {name: fixed(value)})
+    language = {"model_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                                 "num_attention_heads": 2}} if base in (GRPO, DPO) else {}  # fmt: skip
+    data: Any = {
+        GRPO: lambda: PromptDataModule("addition", batch_size=4, num_generations=2, n_eval=0, eval_steps=0),
+        DPO: lambda: PreferenceDataModule("paths", batch_size=4, n_train=8, eval_steps=0),
+        SAC: lambda: ReplayDataModule("Pendulum-v1", learning_starts=4, batch_size=4, eval_freq=0),
+        QLearning: lambda: RolloutDataModule("Maze-v0", n_steps=1, n_envs=1, eval_freq=0),
+        PPO: lambda: RolloutDataModule("CartPole-v1", n_steps=8, n_envs=1, batch_size=8, eval_freq=0),
+    }[base]()
+    plain, chosen = base(**language, **{name: value}), made(**language)
+    assert chosen.hparams[name] == plain.hparams[name] and name not in chosen.hparams_initial
+    trainer = fit(chosen, data, max_steps=1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert name not in saved["hyper_parameters"]
+    again = made.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert all(torch.equal(x, chosen.state_dict()[key]) for key, x in again.state_dict().items())
