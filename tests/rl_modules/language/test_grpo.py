@@ -210,11 +210,28 @@ def test_a_kl_is_paid_by_silent_rows_too():
     assert len(module.seen[0][0]) == 16
 
 
+class Forgetful(GRPO):
+    def prepare(self, rollout):
+        super().prepare(rollout)
+
+
+class Short(GRPO):
+    def prepare(self, rollout):
+        return {**super().prepare(rollout), "bonus": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Forgetful, "prepare returned None"),
+                                            (Short, r"prepare returned bonus .* begins with \[completions\]")])
+def test_what_prepare_returns_is_checked(kind, said):
+    with pytest.raises(UsageError, match=said):
+        fit(kind(model_config=TINY, max_completion_length=4), addition("blind_half"), max_steps=1)
+
+
 @pytest.mark.parametrize("q", [0.0, 0.1, 0.25, 0.8, 1.0])
 def test_the_quantile_is_torchs(q):
     values = torch.rand(7, 31)
     values[torch.rand(7, 31) < 0.4] = torch.nan
-    assert torch.equal(quantile(values, q), values.nanquantile(q))
+    torch.testing.assert_close(quantile(values, q), values.nanquantile(q), rtol=1e-6, atol=0)
     assert quantile(torch.full((2, 3), torch.nan), q).isnan()
 
 
