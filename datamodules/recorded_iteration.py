@@ -27,10 +27,13 @@ class RecordedIteration(Recorded):
         if collector.generator is None or collector.generator.device.type != device.type:
             collector.generator = torch.Generator(device).manual_seed(collector.generator_seed)
         if collector.is_fresh:
-            self.envs.reset(seed=collector.streams[0])
+            collector.boundary.reset(seed=collector.streams[0])
         # Bounds of the spaces go to the device here: a recording holds no copies from the host.
         observation_tensors(collector.space, self.envs.observe(self.envs.state))
-        action_tensors(self.envs.single_action_space, torch.as_tensor(self.envs.action_space.sample(), device=device))
+        some = torch.as_tensor(self.envs.action_space.sample(), device=device)
+        before = self.envs.state_dict()
+        collector.boundary.step(action_tensors(self.envs.single_action_space, some))  # checks what a step returns
+        self.envs.load_state_dict(before)
         # Of actions that are not taken, in the successors of transitions.
         self._unused = torch.Generator(device)
         super().__init__(module, [collector.generator, self.envs.generator, self._unused])

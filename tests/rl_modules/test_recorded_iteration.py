@@ -288,6 +288,29 @@ class Fails(CartPole):
         return following, torch.where(self.steps > 5, torch.nan, reward), terminated
 
 
+class Columns(CartPole):
+    def transition(self, state: Tensor, action: Tensor) -> Any:
+        following, reward, terminated = super().transition(state, action)
+        return following, reward[:, None], terminated
+
+
+class Longer(CartPole):
+    def observe(self, state: Tensor) -> Tensor:
+        return torch.cat([state, state], 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Columns(8), r"returned reward of shape \(8, 1\)"),
+        (lambda: Longer(8), r"returned an observation of shape \(8, 8\)"),
+    ],
+)
+def test_what_an_environment_returns_is_checked(make, said):
+    with pytest.raises(UsageError, match=said):
+        train(PPO(graph=True), make, n_steps=16)
+
+
 def test_a_reward_that_is_not_finite_ends_the_run():
     with pytest.raises(UsageError, match="NaN or infinite"):
         train(PPO(graph=True), Fails(8), n_steps=16)

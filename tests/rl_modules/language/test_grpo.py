@@ -220,8 +220,10 @@ class Short(GRPO):
         return {**super().prepare(rollout), "bonus": torch.zeros(3)}
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Forgetful, "prepare returned None"),
-                                            (Short, r"prepare returned bonus .* begins with \[completions\]")])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Forgetful, "prepare returned None"), (Short, r"prepare returned bonus .* begins with \[completions\]")],
+)
 def test_what_prepare_returns_is_checked(kind, said):
     with pytest.raises(UsageError, match=said):
         fit(kind(model_config=TINY, max_completion_length=4), addition("blind_half"), max_steps=1)
