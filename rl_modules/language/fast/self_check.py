@@ -167,6 +167,7 @@ def _plainly(model: Any, training: bool = False) -> Iterator[None]:
     devices = [weight.device] if weight.device.type == "cuda" else []
     dtype = _autocast_dtype(model)
     with (
+        torch.inference_mode(False),  # a validation's
         torch.no_grad(),
         uncompiled(model),
         nullcontext() if training else evaluation_mode(model.modules()),

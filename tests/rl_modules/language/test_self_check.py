@@ -116,6 +116,12 @@ def test_texts_that_stay_apart_are_packed(name):
     assert can_pack_texts(network(name))
 
 
+def test_a_check_within_a_validation_says_the_same():
+    model = network("Llama")
+    with torch.inference_mode():
+        assert can_pack_texts(model) and can_pack_pairs(model)
+
+
 @pytest.mark.parametrize("name", ["Bloom", "LFM2", "Mamba-2", "Jamba", "Qwen3-Next"])
 def test_a_leak_smaller_than_rounding_is_found(name):
     """In bfloat16, and with initial weights, what comes over from another text is less than a product's rounding."""
