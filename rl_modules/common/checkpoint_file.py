@@ -123,11 +123,9 @@ def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
 
 def require_plain(checkpoint: dict[str, Any]) -> None:
     """Refuses, before it is written, a checkpoint that could not be loaded without code."""
+    known = [*_PLAIN, *torch.serialization.get_safe_globals()]
     for where, value in _parts_of(checkpoint):
-        if not isinstance(value, torch.Tensor) and type(value) not in (
-            *_PLAIN,
-            *torch.serialization.get_safe_globals(),
-        ):
+        if not isinstance(value, torch.Tensor) and type(value) not in known:
             raise UsageError(f"this checkpoint could not be loaded again: it has {where} as a "
                              f"{type(value).__module__}.{type(value).__qualname__}, which only code could build; keep "
                              "tensors, numbers, texts, and lists and dictionaries of these")  # fmt: skip
