@@ -17,7 +17,7 @@ from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import building, is_storable, name_of, settings_of
-from rl_modules.core.settings import Declared, takes_own_arguments, without_fixed
+from rl_modules.core.settings import Declared, takes_own_arguments
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -165,7 +165,6 @@ def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, A
     """Returns the arguments that construct an object's class again, and the settings that its constructor chose."""
     if not isinstance(made, Declared):
         return settings, {}
-    settings = without_fixed(made, settings)
     chosen, before = set_by_constructor(made), received_otherwise(made)
     parameters: Any = made
     now, then = parameters._hparams, parameters._hparams_initial

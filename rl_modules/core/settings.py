@@ -19,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -201,7 +202,7 @@ class Declared:
 
     #: The arguments that the class takes, by name; those of the most derived class come first.
     declared_settings: ClassVar[Mapping[str, Setting]] = {}
-    #: Inherited arguments that the class does not take, with their values; they are hyperparameters of no checkpoint.
+    #: Inherited arguments that the class does not take, with their values.
     fixed_values: ClassVar[Mapping[str, Any]] = {}
     #: Schedules of the arguments that are declared so.
     schedules: dict[str, Schedule]
@@ -283,17 +284,20 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     made.__post_init__()
 
 
-def without_fixed(made: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters that are arguments of a class, without what it fixes."""
-    return {name: x for name, x in stored.items() if name in made.declared_settings or name not in made.fixed_values}
+class Hyperparameters(AttributeDict):
+    """Those of an object; what its class fixes is read like them, and is none of them."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(self).get("fixed", {})[name]
 
 
 def keep(made: Any, stored: dict[str, Any]) -> None:
-    """Makes these the hyperparameters, and the initial ones; what a class fixes may be read beside them."""
-    made._set_hparams(without_fixed(made, stored))
+    """Makes these the hyperparameters, and the initial ones."""
+    made._set_hparams(stored)
     made._hparams_initial = deepcopy(made._hparams)
-    for name, value in made.fixed_values.items():
-        made._hparams.setdefault(name, value)
+    if made.fixed_values:
+        made._hparams = Hyperparameters(made._hparams)
+        vars(made._hparams)["fixed"] = made.fixed_values
     made._hparams_name = "kwargs"
 
 

@@ -1,5 +1,6 @@
 """Arguments that are declared in a class's body: what a class, a subclass and a caller can rely on."""
 
+import copy
 import inspect
 import math
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,14 @@ class Plain:
     """Stands for Lightning's class."""
 
     def __init__(self) -> None:
-        self.hparams: dict[str, Any] = {}
+        self._hparams: dict[str, Any] = {}
 
     def _set_hparams(self, values: dict[str, Any]) -> None:
-        self.hparams.update(values)
+        self._hparams.update(values)
 
     @property
-    def _hparams(self) -> dict[str, Any]:
-        return self.hparams
+    def hparams(self) -> dict[str, Any]:
+        return self._hparams
 
 
 class Walker(Declared, Plain):
@@ -200,7 +201,8 @@ def test_a_fixed_argument_of_any_class_has_its_value(base: Any, name: str, value
         PPO: lambda: RolloutDataModule("CartPole-v1", n_steps=8, n_envs=1, batch_size=8, eval_freq=0),
     }[base]()
     plain, chosen = base(**language, **{name: value}), made(**language)
-    assert chosen.hparams[name] == plain.hparams[name] and name not in chosen.hparams_initial
+    assert chosen.hparams[name] == copy.deepcopy(chosen).hparams[name] == plain.hparams[name]
+    assert name not in chosen.hparams and made(**chosen.hparams).hparams == chosen.hparams
     trainer = fit(chosen, data, max_steps=1)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
