@@ -291,5 +291,6 @@ def require_finite_weights(module: Any) -> None:
         return
     bad = next((name for name, p in named.items() if not torch.isfinite(p).all()), None)
     if bad is not None:  # else the square of a large weight is infinite
+        module.source.metrics()  # names the environment if a recorded rollout was not finite
         raise UsageError(f"after {module.source.num_timesteps:,} transitions the parameter {bad} is NaN or infinite; "
                          "earlier checkpoints are untouched: lower learning_rate or max_grad_norm")  # fmt: skip
