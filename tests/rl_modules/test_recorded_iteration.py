@@ -208,6 +208,14 @@ def test_a_number_that_a_subclass_changes_is_the_present_one(monkeypatch):
     assert_same(eager, train(Annealed(graph=True), "torch/CartPole-v1", **arguments))
 
 
+def test_truncated_episodes_differ_by_rounding():
+    """Values of final observations are computed in a batch of another size."""
+    arguments = {"n_steps": 16, "batch_size": 64, "n_epochs": 2, "env_kwargs": {"max_episode_steps": 30}}
+    eager, recorded = (train(PPO(graph=graph), "torch/CartPole-v1", **arguments)[0] for graph in (False, True))
+    for name, x in eager.lightning_module.state_dict().items():
+        torch.testing.assert_close(recorded.lightning_module.state_dict()[name], x, rtol=1e-3, atol=1e-4)
+
+
 class Parts(CartPole):
     """Places and speeds apart."""
 

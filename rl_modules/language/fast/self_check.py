@@ -75,9 +75,10 @@ def _disagreement(
 
 @torch.enable_grad()
 def alone_with(model: Any, judge: Callable[[], Tensor], others: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of numbers in the tokens of other texts, and what it is of a model that keeps texts apart, twice.
+    """Zeros, [1] each, for :func:`agrees`; they stand for a gradient, which shows a leak that small weights hide.
 
-    It shows a leak that weights at the start of a run make too small for a comparison of the numbers.
+    Raises:
+        ValueError: the numbers of ``judge`` depend on the tokens ``others`` of its rows.
     """
     embedded: list[Tensor] = []
 
@@ -94,7 +95,7 @@ def alone_with(model: Any, judge: Callable[[], Tensor], others: slice) -> tuple[
     (slope,) = torch.autograd.grad((numbers * weights).sum(), embedded[:1])
     if bool((slope[:, others] != 0).any()):
         raise ValueError("a text depends on the tokens of another one")
-    none = torch.zeros(1, device=slope.device)
+    none = slope.new_zeros(1)
     return none, none, none
 
 
