@@ -25,8 +25,8 @@
 # $$G_t = r_t + \gamma r_{t+1} + \gamma^2 r_{t+2} + \dots = \sum_{k=0}^{\infty} \gamma^k r_{t+k}.$$
 #
 # If no reward exceeds $r_{\max}$ in size, then $|G_t| \le r_{\max} \sum_k \gamma^k = r_{\max} / (1 - \gamma)$: a
-# discount below 1 makes every return finite. After its end an episode gives no rewards. In the equations its end is
-# a state that leads to itself with reward 0.
+# discount below 1 makes every return finite. At $\gamma = 1$ a return is finite if its episode ends. After its end an
+# episode gives no rewards. In the equations its end is a state that leads to itself with reward 0.
 #
 # The **value** of a state and the **action value** are expected returns under a policy:
 #
@@ -54,7 +54,8 @@
 #
 # $$V^\pi = r_\pi + \gamma P_\pi V^\pi \quad\Longleftrightarrow\quad V^\pi = (I - \gamma P_\pi)^{-1} r_\pi.$$
 #
-# `functional.policy_evaluation` solves this system. The example is a maze of 2 × 3 cells. The agent starts at S;
+# `functional.policy_evaluation` solves this system. At $\gamma = 1$ the matrix $I - \gamma P_\pi$ has a row of zeros,
+# that of the end; the function replaces this equation by $V^\pi = 0$. The example is a maze of 2 × 3 cells. The agent starts at S;
 # the goal G gives +10, the trap T gives -10, and both end the episode. A move into a wall changes nothing. The
 # discount is 0.9.
 #
@@ -93,7 +94,9 @@ print("V of the random walk", [round(v, 3) for v in value[:6].tolist()])
 #
 # because two maxima differ by no more than the largest difference of their entries, and a mean by no more than its
 # largest term. One application shrinks the largest difference of any two tables by $\gamma$. So there is only one
-# fixed point, $Q^*$, and the error after $k$ sweeps is at most $\gamma^k$ times the error of the start.
+# fixed point, $Q^*$, and the error after $k$ sweeps is at most $\gamma^k$ times the error of the start. At
+# $\gamma = 1$, as on pages 3 and 4, the proof gives no such bound. The sweeps converge there too, because each step
+# costs something and every best way ends.
 #
 # The policy that takes an action with the highest $Q^*(s, a)$ is optimal: by the equation its value satisfies
 # $V(s) = \max_a Q^*(s, a)$, and following it forever collects exactly this value. Whoever knows $Q^*$ needs no $P$

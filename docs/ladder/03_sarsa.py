@@ -55,7 +55,8 @@ for terminated in (no, yes):
 #
 # $$G_t^{(n)} = r_t + \gamma r_{t+1} + \dots + \gamma^{n-1} r_{t+n-1} + \gamma^n Q(s_{t+n}, a_{t+n}).$$
 #
-# $n = 1$ is SARSA, and $n \to \infty$ is Monte Carlo. The bias shrinks by $\gamma^n$, the variance grows with $n$.
+# $n = 1$ is SARSA, and $n \to \infty$ is Monte Carlo. The bias shrinks by $\gamma^n$, the variance mostly grows with
+# $n$.
 #
 # The next cell measures this in the maze. It plays 20,000 random walks from the start, whose exact value is known,
 # and computes the n-step targets with two tables: $V = 0$, as at the start of learning, and $V$ at 80 % of the

@@ -79,9 +79,10 @@ for name, target in (("plain", plain), ("double", double)):
 # this guide. The 500th step is a truncation, not a termination ($d = 0$): the pole still stands, and the later
 # rewards are estimated.
 #
-# The settings are those of `dqn/cartpole.yaml` with smaller networks: 30,000 transitions, one gradient step per two
-# transitions, target network renewed every 64 gradient steps, 3-step targets, a step size that decays to 0, and
-# *dueling* heads: the network's last layers compute one number per state and one per action, and $Q$ is their sum,
+# The settings follow `dqn/cartpole.yaml`, with smaller networks and a shorter run: 30,000 transitions in rounds of 128
+# with 64 gradient steps each, 3-step targets, a step size that decays to 0, and a target network that is renewed in
+# each round (`target_update_interval` counts transitions; a round is longer than 10). The network has *dueling*
+# heads: the network's last layers compute one number per state and one per action, and $Q$ is their sum,
 # less the mean of the second. Three seeds take about a minute.
 
 

@@ -55,7 +55,7 @@
 # | $G_0$, the return of the whole episode | `return` | no bias, largest variance |
 # | $G_t$, the reward-to-go | `reward_to_go` | no bias |
 # | $G_t - V(s_t)$ | `baseline` | no bias, for any $V$ |
-# | $Q^\pi(s_t, a_t)$ | | its mean given state and action |
+# | $Q^\pi(s_t, a_t)$ | | the mean of $G_t$ given state and action; no bias |
 # | $A^\pi(s_t, a_t) = Q^\pi - V^\pi$, the **advantage** | `advantage` | small variance; must be estimated |
 # | $r_t + \gamma V(s_{t+1}) - V(s_t)$, the TD error | `advantage`, with `gae_lambda=0` | biased where $V$ is wrong |
 #

@@ -91,7 +91,8 @@ for lam in (0.0, 0.5, 1.0):
 # no finished episode: five steps of eight environments suffice.
 #
 # The bias of a wrong critic is the price. If $V_\phi$ is off by a constant $c$ everywhere, the TD error is off by
-# $(\gamma - 1) c$, for every action alike, which is a baseline and does no harm. Errors that differ between the
+# $(\gamma - 1) c$, for every action alike, which is a baseline and does no harm. (A transition that terminates is off
+# by $-c$, because its successor has no value.) Errors that differ between the
 # next states of two actions do: they favour the wrong action until the critic has learned.
 #
 # ## The run

@@ -77,11 +77,12 @@ for word in ("r", "r", "d"):
 # The model starts with random weights, so it writes noise, every dialogue costs 10, and no group has a spread. SFT
 # on 2,000 *random walks* teaches the form of a dialogue and nothing about the goal. Its loss counts the maze's answers
 # too (`completion_only_loss=False`): a model that predicts the next cell has a representation of the present one, on
-# which its policy can depend. It learns to avoid *down in (0, 1)*, and not *down*.
+# which its policy can depend. GRPO can then teach it to avoid *down* in cell (0, 1), above the trap, and to keep it
+# elsewhere.
 #
 # GRPO follows, with 64 dialogues of the one prompt as its group, the reward to go as return of a turn, and advantages
 # that are not divided by the group's deviation (`scale_rewards="none"`). Its loss has a KL to the random walk as
-# reference, weighed by $\beta = 0.1$ in units of reward per nat. What maximises $\sum_a \pi(a) Q(s, a) - \beta\,
+# reference, weighed by $\beta = 0.1$ in units of reward per nat. As on page 11, what maximises $\sum_a \pi(a) Q(s, a) - \beta\,
 # \mathrm{KL}(\pi \,\|\, \pi_{\text{ref}})$ in a state is
 #
 # $$\pi(a \mid s) \propto \pi_{\text{ref}}(a \mid s)\, e^{Q(s, a) / \beta} ,$$
