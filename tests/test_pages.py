@@ -70,6 +70,13 @@ def test_links_lead_somewhere(page):
     assert [link for link in links if not leads_somewhere(page, link)] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(r"`((?:rl_modules|datamodules|recipes|configs|benchmarks|docs|tests)/[\w./-]+)`",
+                       (ROOT / page).read_text(encoding="utf-8"))  # fmt: skip
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_architecture_page_lists_every_field_of_a_rollout():
     section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## A rollout's fields")[1]
     table = "\n".join(line.split("|")[1] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `"))

@@ -55,9 +55,9 @@
 # $$V^\pi = r_\pi + \gamma P_\pi V^\pi \quad\Longleftrightarrow\quad V^\pi = (I - \gamma P_\pi)^{-1} r_\pi.$$
 #
 # `functional.policy_evaluation` solves this system. At $\gamma = 1$ the matrix $I - \gamma P_\pi$ has a row of zeros,
-# that of the end; the function replaces this equation by $V^\pi = 0$. The example is a maze of 2 × 3 cells. The agent starts at S;
-# the goal G gives +10, the trap T gives -10, and both end the episode. A move into a wall changes nothing. The
-# discount is 0.9.
+# that of the end; the function replaces this equation by $V^\pi = 0$. The example is a maze of 2 × 3 cells. The agent
+# starts at S; the goal G gives +10, the trap T gives -10, and both end the episode. A move into a wall changes nothing.
+# The discount is 0.9.
 #
 # ```text
 # S . .        states 0 1 2

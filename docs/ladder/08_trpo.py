@@ -110,8 +110,8 @@ print("x", F.conjugate_gradient(lambda v: matrix @ v, torch.tensor([1.0, 2.0])),
 # ## The run
 #
 # Four environments, 512 steps each per update, $D = 0.02$, 49 updates in all. A policy that is certain in most states
-# makes $F$ nearly singular, so `cg_damping` times the identity is added to it. After the policy's step, the critic makes
-# `n_critic_updates` passes over the rollout by Adam.
+# makes $F$ nearly singular, so `cg_damping` times the identity is added to it. After the policy's step, the critic
+# makes `n_critic_updates` passes over the rollout by Adam.
 
 
 # %%

@@ -82,8 +82,8 @@ for word in ("r", "r", "d"):
 #
 # GRPO follows, with 64 dialogues of the one prompt as its group, the reward to go as return of a turn, and advantages
 # that are not divided by the group's deviation (`scale_rewards="none"`). Its loss has a KL to the random walk as
-# reference, weighed by $\beta = 0.1$ in units of reward per nat. As on page 11, what maximises $\sum_a \pi(a) Q(s, a) - \beta\,
-# \mathrm{KL}(\pi \,\|\, \pi_{\text{ref}})$ in a state is
+# reference, weighed by $\beta = 0.1$ in units of reward per nat. As on page 11, what maximises
+# $\sum_a \pi(a) Q(s, a) - \beta\, \mathrm{KL}(\pi \,\|\, \pi_{\text{ref}})$ in a state is
 #
 # $$\pi(a \mid s) \propto \pi_{\text{ref}}(a \mid s)\, e^{Q(s, a) / \beta} ,$$
 #
