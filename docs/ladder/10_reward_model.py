@@ -10,7 +10,8 @@
 #
 # Text is cut into **tokens**, here single characters. A language model with weights $\theta$ gives the probability
 # of the next token after the tokens so far. A **prompt** $x$ is given; a **completion** $y = (y_1, \dots, y_n)$ is
-# sampled token by token and ends with a token EOS. Its probability is
+# sampled token by token and ends with a token EOS
+# (end of sequence). Its probability is
 #
 # $$\pi_\theta(y \mid x) = \prod_{t=1}^{n} \pi_\theta(y_t \mid x, y_1, \dots, y_{t-1}).$$
 #
