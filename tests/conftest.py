@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 # Read when the libraries below are imported. A model's name that is no directory is refused at once, instead of after
 # 45 s of trying a hub that can't be reached.
@@ -22,6 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities import registry
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import model_helpers
 
 # The same examples in every run, and no judgement of how fast a busy machine is.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,8 +37,11 @@ if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
 torch.set_num_threads = lambda _: None
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+warnings.filterwarnings("ignore", category=PossibleUserWarning)  # advice about loader workers
 # Every Trainer looks for callbacks of other packages in the metadata of all: a seventh of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)
+# `load_from_checkpoint` reads the source of all callers, to know whether TorchScript is one: longer than the loading.
+model_helpers.inspect = SimpleNamespace(stack=list)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
