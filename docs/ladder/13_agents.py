@@ -89,8 +89,8 @@ for word in ("r", "r", "d"):
 #
 # so that moves of equal value keep the reference's probabilities, and a move that costs 10 has next to none. A policy
 # that knows the cell alone satisfies this with its own $Q$, the mean over its visits of what the rest of the eight
-# moves brings. Its exact return is 9.97 at $\beta = 0.1$, and 9.79 at 0.5. The exact return of the policy that samples its
-# words follows from the probabilities of all sequences of moves (`dialogue_return`).
+# moves brings. Its exact return is 9.97 at $\beta = 0.1$, and 9.79 at 0.5. The exact return of the policy that samples
+# its words follows from the probabilities of all sequences of moves (`dialogue_return`).
 
 # %%
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
