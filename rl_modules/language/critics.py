@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import remove_dropout, transformers_model
+from rl_modules.language.fast.self_check import body_of
 from rl_modules.language.lora import add_lora, begins_unchanged, merged
 from rl_modules.language.models import make_model
 from rl_modules.language.sampling.support import Filter
@@ -82,7 +83,8 @@ class HeadOnPolicy(nn.Module):
         """Computes log-probabilities, entropies and values of completions by one forward pass of the policy."""
         states: list[Tensor] = []
         extent = extent_of(prompt_length, length) if extent is None else extent
-        body = transformers_model(model).base_model
+        # Where a model's own forward pass skips the outer module, as OPT's does, the hook of this part is called.
+        body = body_of(transformers_model(model))
         hook = body.register_forward_hook(lambda module, inputs, output: states.append(output.last_hidden_state))
         try:
             log_prob, spread = completion_log_probs(

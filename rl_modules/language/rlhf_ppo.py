@@ -114,7 +114,7 @@ class RLHFPPO(PolicyWithReference):
         super().build_model(config, source)
         hp: Any = self.hparams
         if hp.value_head_on_policy:
-            self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
+            self.value_head = HeadOnPolicy(self.model.get_output_embeddings().weight.shape[1])
         else:
             if self.reward_tokenizer is not None:
                 check_same_tokens(f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "

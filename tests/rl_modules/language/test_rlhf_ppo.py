@@ -24,6 +24,7 @@ from rl_modules.language.models import make_model
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.scoring import completion_log_probs
+from tests.conformance.architectures import ARCHITECTURES
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
@@ -266,6 +267,23 @@ def test_stored_log_probs_and_values_are_those_of_each_unpadded_sequence(make, f
             values = judge.score(judge.model(tokens).last_hidden_state)[0, p - 1 : -1, 0]
             torch.testing.assert_close(batch["value"][i, :n], values, atol=1e-5, rtol=1e-5)
             assert (batch["value"][i, n:] == 0).all() and (batch["advantage"][i, n:] == 0).all()
+
+
+@pytest.mark.parametrize("lora", [None, {"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("architecture", ["OPT", "GPT-2"])
+def test_the_head_on_the_policy_reads_what_its_output_layer_reads(architecture, lora):
+    """OPT's own forward pass skips its body's, and its last states are narrower than the others."""
+    config = ARCHITECTURES[architecture] | ({"word_embed_proj_dim": 8} if architecture == "OPT" else {})
+    lora = lora and {"r": 2, "target_modules": ["q_proj" if architecture == "OPT" else "c_attn"], **lora}
+    module = RLHFPPO(model_config=config, value_head_on_policy=True, lora=lora)
+    module.configure_model()
+    torch.nn.init.normal_(module.value_head.linear.weight)
+    tokens, read = torch.tensor([[5, 6, 7, 8, 9]]), []
+    module.model.get_output_embeddings().register_forward_pre_hook(lambda layer, inputs: read.append(inputs[0]))
+    module.eval().model(input_ids=tokens)
+    _, value, _ = module.policy_and_value(tokens, torch.tensor([2]), torch.tensor([3]))
+    torch.testing.assert_close(value, module.value_head.linear(read[0])[:, 1:4, 0])
+    assert value.abs().min() > 0
 
 
 @pytest.mark.parametrize(
