@@ -67,7 +67,7 @@ class A2C(ActorCriticModule):
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
         # Diagnosing every one of these small updates would cost 5 % of the run; SB3 logs one in a hundred too.
-        if self.run.logs_this_epoch and self.trainer.is_last_batch:
+        if self.run.logs_this_epoch and self._is_last_batch:
             explain = F.explained_variance if self.run.n_ranks == 1 else ranks.explained_variance
             self.record(
                 policy_gradient_loss=policy_loss,
@@ -78,8 +78,13 @@ class A2C(ActorCriticModule):
             )
         return self.loss_over_ranks(loss, len(value))
 
+    @property
+    def _is_last_batch(self) -> bool:
+        # `total_timesteps` may end the last epoch before Lightning's number of batches.
+        return self.trainer.is_last_batch or self.trainer.should_stop
+
     def recording_key(self) -> tuple[Any, ...]:
-        return (*super().recording_key(), self.trainer.is_last_batch)
+        return (*super().recording_key(), self._is_last_batch)
 
     # ---------------------------------------------------------------- pieces to override
 

@@ -146,3 +146,9 @@ def test_the_seed_decides_everything() -> None:
 def test_bad_arguments_are_named(argument: str, value: float) -> None:
     with pytest.raises(UsageError, match=argument):
         A2C(**{argument: value})
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_epoch_that_total_timesteps_ends_has_a_loss(graph: bool) -> None:
+    data = rollouts("torch/CartPole-v1", n_envs=2, n_steps=4, rollouts_per_epoch=2, total_timesteps=8)
+    assert "train/loss" in fit(A2C(graph=graph), data).callback_metrics
