@@ -70,9 +70,6 @@ class RolloutDataModule(ControlDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: Any = self.hparams
-        if given.n_steps is not None and isinstance(given.batch_size, int):
-            self._check_batch_size(given.batch_size, self.n_envs * given.n_steps)
         self.resolve()
 
     def begin_run(self) -> None:
@@ -142,9 +139,9 @@ class RolloutDataModule(ControlDataModule):
         return max(1, min(wanted, most // (self.n_envs * self.n_steps * self._world_size)))
 
     def _check_batch_size(self, batch_size: int, size: int) -> None:
-        if self.environments.may_be_vector:
+        if self.environments.may_be_vector or (self.trainer is None and self.hparams["n_steps"] is None):
             at_least("batch_size", batch_size)
-            return  # `setup` makes it, and checks
+            return  # `setup` makes the vector and knows the algorithm, and checks
         if not 1 <= batch_size <= size:
             raise UsageError(f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
                              "the rollout whole")  # fmt: skip

@@ -188,6 +188,12 @@ def test_evaluated_episode_can_be_repeated_from_its_seed():
         assert total == expected
 
 
+def test_a_batch_size_is_compared_with_the_algorithms_own_steps():
+    data = RolloutDataModule("CartPole-v1", n_envs=8, batch_size=40, total_timesteps=40, eval_freq=0)
+    fit(A2C(), data)  # 5 steps
+    assert data.num_timesteps == data.batch_size == 40
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
