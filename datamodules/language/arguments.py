@@ -1,5 +1,6 @@
 """Arguments of the language datamodules, what a checkpoint holds of them, and what they make of evaluations."""
 
+import os
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,15 @@ def check_chat_template(name: str, value: Any) -> Any:
     if not isinstance(value, bool | None):
         raise UsageError(f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
                          "chat_template.jinja in its folder")  # fmt: skip
+    return value
+
+
+def check_files(name: str, value: Any) -> Any:
+    """Refuses a dataset in the place of a file's name."""
+    for file in value.values() if isinstance(value, dict) else [value]:
+        if not isinstance(file, str | os.PathLike | None):
+            raise UsageError(f"{name} has a {type(file).__name__}, where the name of a file should be; give datasets "
+                             "as dataset, held-out rows as a split of a DatasetDict")  # fmt: skip
     return value
 
 
@@ -68,11 +78,11 @@ class LanguageArguments(Experience):
         "None: ``path`` or ``dataset``", kind=str | list[dict[str, Any]] | None, positional=True,
         stores=named_functions)  # fmt: skip
     task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
-    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records")
+    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records", check=check_files)
     eval_path: Any = setting(
         None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from; or "
         "several by name, ``{easy: easy.jsonl, hard: hard.jsonl}``, each with metrics of its own",
-        kind=str | dict[str, str] | None)  # fmt: skip
+        kind=str | dict[str, str] | None, check=check_files)  # fmt: skip
     dataset: Any = setting(
         None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
         "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip

@@ -229,7 +229,7 @@ def read_dataset(
             raise UsageError(f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
                              "streams can't be divided; name one of them")  # fmt: skip
         streamed = f"dataset {describe_dataset(found)!r}"
-        return [(f"{streamed}, row {i}", as_written(row)) for i, row in enumerate(found[base])]
+        return [(f"{streamed}, row {i}", as_written(row)) for i, row in enumerate(unformatted(found[base]))]
     refuse_stream(found)
     if not isinstance(name, str):
         name = describe_dataset(name)
@@ -240,7 +240,7 @@ def read_dataset(
     if base is not None and base not in splits:
         raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(splits)}, and a part of one is "
                          "written 'train[90%:]'")  # fmt: skip
-    rows = splits[base] if base is not None else next(iter(splits.values()))
+    rows = unformatted(splits[base] if base is not None else next(iter(splits.values())))
     part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
     return TableRows(where or f"dataset {name!r}", rows.select(part)) if part else []
 
@@ -264,6 +264,16 @@ class TableRows(ReadByNumber[Placed]):
         rows = zip(*columns.values(), strict=True)
         return [(f"{self._where}, row {i}", as_written(dict(zip(columns, row, strict=True))))
                 for i, row in zip(numbers, rows, strict=True)]  # fmt: skip
+
+
+def unformatted(rows: Any) -> Any:
+    """Returns rows whose values are Python's, not tensors, arrays or frames as ``set_format`` asks for; a function of
+    ``set_transform`` stays.
+    """
+    form = getattr(rows, "format", None)  # which a stream has not
+    if form is None:
+        return rows.with_format(None)
+    return rows if form["type"] == "custom" else rows.with_format(None, form["columns"], form["output_all_columns"])
 
 
 def refuse_stream(dataset: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl
+from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl, unformatted
 from datamodules.language.formats import as_record
 from datamodules.language.on_demand import Placed
 from datamodules.language.sources import NothingUsable, notice
@@ -129,6 +129,7 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
         if base not in table and len(table) > 1:
             raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(table)}")
         table = table[base] if base in table else next(iter(table.values()))
+    table = unformatted(table)
 
     def rows(start: int) -> Iterator[Placed]:
         # From its end on, ``Dataset.skip`` is an IndexError.

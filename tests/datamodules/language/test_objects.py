@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict, load_from_disk
 
-from datamodules import PreferenceDataModule, PromptDataModule
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from datamodules.language.files import read_dataset
+from datamodules.language.streaming import open_stream
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 
@@ -41,3 +44,33 @@ def test_preferences_take_no_arguments_of_writing():
     with pytest.raises(UsageError, match="PreferenceDataModule takes no argument 'reward_funcs'"):
         PreferenceDataModule("paths", reward_funcs="accuracy")
     assert "reward_funcs" not in PreferenceDataModule("paths").hparams
+
+
+ROWS = [{"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "margin": 0.5, "other": [1]} for _ in range(2)]
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", None])
+def test_the_format_of_a_dataset_changes_no_record(form, tmp_path):
+    given = Dataset.from_list(ROWS)
+    given.with_format(form).save_to_disk(tmp_path / "saved")
+    saved = load_from_disk(tmp_path / "saved")
+    assert saved.format["type"] == form
+    for dataset in (saved, str(tmp_path / "saved"), DatasetDict(train=saved)):
+        assert [row for _, row in read_dataset(dataset, split="train")] == ROWS
+        assert [row for _, row in open_stream(None, dataset, None, "train")(0)] == ROWS
+    assert [row for _, row in open_stream(None, saved.to_iterable_dataset(), None, "train")(1)] == ROWS[1:]
+    columns = read_dataset(given.with_format(form, columns=["chosen"]))
+    assert [row for _, row in columns] == [{"chosen": "b"}] * 2
+
+
+def test_a_transform_of_a_dataset_is_applied():
+    dataset = Dataset.from_list(ROWS).with_transform(lambda rows: {"prompt": ["x" for _ in rows["chosen"]]})
+    assert [row for _, row in read_dataset(dataset)] == [{"prompt": "x"}] * 2
+
+
+@pytest.mark.parametrize("given", [Dataset.from_list(ROWS), {"held out": Dataset.from_list(ROWS)}])
+def test_a_dataset_in_the_place_of_a_file_is_refused(given):
+    with pytest.raises(UsageError, match=r"eval_path has a Dataset, .*; give datasets as dataset"):
+        InstructionDataModule(dataset=Dataset.from_list(ROWS), eval_path=given)
+    with pytest.raises(UsageError, match="path has a "):
+        PreferenceDataModule(path=Dataset.from_list(ROWS))
