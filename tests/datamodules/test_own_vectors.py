@@ -173,13 +173,13 @@ class SaysNoMore(gym.Env):
 def test_tables_know_what_a_state_forbids_after_a_mask_that_says_nothing(
     make_module: Any, source: str, mode: str
 ) -> None:
-    module = make_module(gamma=0.9, learning_rate=0.2)
+    module = make_module(gamma=0.5, learning_rate=0.5)
     data = RolloutDataModule(
-        partial(SaysNoMore, source), n_envs=1, autoreset_mode=mode, total_timesteps=2000, eval_freq=0
+        partial(SaysNoMore, source), n_envs=1, autoreset_mode=mode, total_timesteps=400, eval_freq=0
     )
     fit(module, data)
     # -1 / (1 - γ) in state 1, and the same from state 0: nothing of the forbidden action's 0.
-    np.testing.assert_allclose([*module.q[0], module.q[1, 0]], -10, atol=0.2)
+    np.testing.assert_allclose([*module.q[0], module.q[1, 0]], -2, atol=0.05)
     assert module.tables.allowed[1].tolist() == [True, False]
 
 

@@ -267,7 +267,7 @@ def test_a_turn_ends_with_any_token_that_ends_completions(tmp_path, stops, strea
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(stops)
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     data = InstructionDataModule(path=jsonl(tmp_path / "a.jsonl", [{"messages": talk}] * 4), batch_size=2, n_eval=0,
-                                 streaming=streaming)  # fmt: skip
+                                 streaming=streaming, streaming_buffer=4)  # fmt: skip
     with caplog.at_level(logging.WARNING):
         fit(SFT(model_name_or_path=model, tokenizer_name_or_path=tokenizer), data, max_steps=3)
     told = [message for message in caplog.messages if "does not learn to end" in message]
