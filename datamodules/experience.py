@@ -28,6 +28,13 @@ class LazyLoader:
     def __len__(self) -> int:
         return self._length
 
+    # Lightning takes a loader with these two for resumable; the datamodule has the state.
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
     def __iter__(self) -> Iterator[Any]:
         batches = self._make_batches()
         while True:

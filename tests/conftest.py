@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-import warnings
 from types import SimpleNamespace
 
 # Read when the libraries below are imported. A model's name that is no directory is refused at once, instead of after
@@ -23,7 +22,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities import registry
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import model_helpers
 
 # The same examples in every run, and no judgement of how fast a busy machine is.
@@ -36,12 +34,17 @@ if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
 # Tests fork, and a child waits for ever for OpenMP threads that only its parent had: whatever a config says, one.
 torch.set_num_threads = lambda _: None
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
-warnings.filterwarnings("ignore", category=PossibleUserWarning)  # advice about loader workers
+for handler in logging.getLogger("lightning.pytorch").handlers:
+    handler.setStream(sys.__stderr__)  # not what captures while this file is imported
 # Every Trainer looks for callbacks of other packages in the metadata of all: a seventh of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)
 # `load_from_checkpoint` reads the source of all callers, to know whether TorchScript is one: longer than the loading.
 model_helpers.inspect = SimpleNamespace(stack=list)
+
+
+def pytest_configure(config):
+    """Hides Lightning's advice about loader workers."""
+    config.addinivalue_line("filterwarnings", "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

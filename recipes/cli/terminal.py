@@ -29,7 +29,6 @@ _HIDDEN = (
     ".*treespec.*",
     ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation writes no checkpoints
     ".*Couldn't infer the batch indices.*",
-    ".*your dataloader is not resumable.*",  # the datamodule stores the loader's state
     "Found .* module.s. in eval mode at the start of training.*",  # reference and reward model, on purpose
     ".*recommended to use .self.log.*sync_dist=True.*",  # what is logged so is the same on all ranks
     ".*torch.distributed.nn.functional.all_gather is deprecated.*",  # Lightning calls it

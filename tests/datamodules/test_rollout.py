@@ -1,3 +1,5 @@
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -295,3 +297,16 @@ def test_what_prepare_computes_has_the_precision_of_acting(precision):
 
     # Of one step: rows are computed as one batch in both.
     fit(Compares(), rollouts("CartPole-v1", n_steps=1), max_epochs=3, precision=precision)
+
+
+def test_lightning_knows_that_a_run_resumes_within_an_epoch(make_trainer, tmp_path):
+    def run(max_steps, ckpt_path=None):
+        trainer = make_trainer(max_steps=max_steps)
+        data = RolloutDataModule("CartPole-v1", n_envs=1, n_steps=16, batch_size=4, n_epochs=2, eval_freq=0)
+        trainer.fit(PPO(net_arch=[4]), datamodule=data, ckpt_path=ckpt_path)
+        return trainer
+
+    run(3).save_checkpoint(tmp_path / "a.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*not resumable")
+        assert run(5, tmp_path / "a.ckpt").global_step == 5

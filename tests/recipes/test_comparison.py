@@ -30,6 +30,12 @@ def write(folder: Path, seed: int, points: list[tuple[int, float]], metric: str 
     return folder
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "bootstrap" not in request.node.name:
+        monkeypatch.setattr(comparison, "RESAMPLES", 50)
+
+
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
     for clip_range, finals in FINALS.items():
