@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.modules import on
 from rl_modules.language.architecture import max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.judges import in_parts
@@ -64,11 +65,12 @@ def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase
     """A generation whose ended completions have what the chat template writes after the EOS token."""
     from datamodules.language.chat_template import ChatEncoder
 
-    rest = [] if isinstance(rollout["asked"][0], str) else ChatEncoder(tokenizer, None, {}).after_eos()
+    is_chat = [int(not isinstance(asked, str)) for asked in rollout["asked"]]
+    rest = ChatEncoder(tokenizer, None, {}).after_eos() if any(is_chat) else []
     if not rest:
         return rollout
     total = rollout["prompt_length"] + rollout["length"]
-    ended = rollout["finished"] & (total + len(rest) <= longest)
+    ended = rollout["finished"] & on(total.device, is_chat).bool() & (total + len(rest) <= longest)
     tokens = torch.nn.functional.pad(rollout["tokens"], (0, len(rest)))
     place = total[:, None] + torch.arange(len(rest), device=tokens.device)
     end = torch.tensor(rest, device=tokens.device).expand(len(tokens), -1)

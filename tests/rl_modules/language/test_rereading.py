@@ -12,7 +12,7 @@ from datamodules import PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.grpo import GRPO
-from rl_modules.language.rereading import encode_again
+from rl_modules.language.rereading import encode_again, with_ended_turns
 from rl_modules.language.reward_model import RewardModel, load_reward_model
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer
@@ -147,6 +147,16 @@ def test_a_judge_of_the_same_vocabulary_reads_its_own_end_and_template(kind, tmp
         compared += sum(ended)
         torch.testing.assert_close(scores[ended], alone[ended], atol=1e-5, rtol=1e-5)
     assert compared
+
+
+def test_prompts_that_are_texts_have_no_end_of_a_template_beside_messages():
+    tokenizer = characters(template=TEMPLATE.replace("})", "}{{ eos_token }})"))
+    rollout = {"asked": ["1", [{"role": "user", "content": "2"}]], "tokens": torch.ones(2, 3, dtype=torch.int64),
+               "prompt_length": torch.tensor([1, 1]), "length": torch.tensor([2, 2]),
+               "finished": torch.tensor([True, True])}  # fmt: skip
+    for order in ([0, 1], [1, 0]):
+        rows = {name: [x[i] for i in order] if name == "asked" else x[order] for name, x in rollout.items()}
+        assert with_ended_turns(rows, tokenizer, 8)["length"].tolist() == [[2, 3][i] for i in order]
 
 
 @pytest.mark.long
