@@ -28,7 +28,8 @@ def render(
 
     def apply(messages: Messages, **how: Any) -> Any:
         with _time_limit(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"):
-            return tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **how, **variables})
+            how = {"tokenize": False, "add_generation_prompt": False, "continue_final_message": False, **how}
+            return tokenizer.apply_chat_template(messages, tools=tools, **how, **variables)
 
     try:
         read, texts = _read_arguments(messages)

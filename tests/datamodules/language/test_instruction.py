@@ -256,6 +256,18 @@ def test_turns_of_the_assistant_count_however_rows_are_laid_out(tmp_path, packin
     assert plain.sequences.counted.tolist() == [19, 9, 9]
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "tokenize"])
+@pytest.mark.parametrize("in_records", [False, True])
+def test_what_the_datamodule_asks_of_the_template_is_no_setting(tmp_path, name, in_records):
+    """An opened turn after the last answer would be learned as part of it."""
+    tokenizer, given = character_tokenizer(), {"chat_template_kwargs": {name: True}}
+    tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }}){% endfor %}"
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": talk, **(given if in_records else {})}])
+    with pytest.raises(UsageError, match=rf"a\.jsonl:1: .*multiple values for keyword argument '{name}'"):
+        attached(InstructionDataModule(path=path, **({} if in_records else given)), tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("stops", [["<eos>", ")"], ["<eos>"]])
 def test_a_turn_ends_with_any_token_that_ends_completions(tmp_path, stops, streaming, caplog):
