@@ -5,6 +5,7 @@ import inspect
 from difflib import get_close_matches
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -102,6 +103,12 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) < layers:
         raise UsageError(f"model_config: num_hidden_layers={layers} is more than the {len(kinds)} layers that the "
                          "model's layer_types name; leave it as it is")  # fmt: skip
+
+
+def body_of(network: Any) -> nn.Module:
+    """Returns the part of a transformers model that holds its blocks."""
+    body: nn.Module = network.get_decoder() if hasattr(network, "get_decoder") else network.base_model
+    return body
 
 
 def transformers_model(model: Any) -> Any:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import remove_dropout, transformers_model
-from rl_modules.language.fast.self_check import body_of
+from rl_modules.language.architecture import body_of, remove_dropout, transformers_model
 from rl_modules.language.lora import add_lora, begins_unchanged, merged
 from rl_modules.language.models import make_model
 from rl_modules.language.sampling.support import Filter

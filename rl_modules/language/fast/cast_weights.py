@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rl_modules.language.architecture import transformers_model
+from rl_modules.language.architecture import body_of, transformers_model
 from rl_modules.language.fast.held_graphs import held_copies
-from rl_modules.language.fast.self_check import body_of
 
 
 class _Cast(torch.autograd.Function):

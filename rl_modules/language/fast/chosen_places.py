@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_modules.language.architecture import text_config, transformers_model
-from rl_modules.language.fast.self_check import agrees, blocks_of, body_of, probe_texts
+from rl_modules.language.architecture import body_of, text_config, transformers_model
+from rl_modules.language.fast.self_check import agrees, blocks_of, probe_texts
 
 #: Names of a block's feed-forward part in transformers' models.
 _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")

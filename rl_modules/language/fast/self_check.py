@@ -223,12 +223,6 @@ def shortest_window(config: Any) -> int | None:
 _BLOCKS = ("layers", "h", "blocks")
 
 
-def body_of(network: Any) -> nn.Module:
-    """Returns the part of a transformers model that holds its blocks."""
-    body: nn.Module = network.get_decoder() if hasattr(network, "get_decoder") else network.base_model
-    return body
-
-
 def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Returns a model's blocks and the name of the attribute that holds them; None: they were not found."""
     for name in _BLOCKS:

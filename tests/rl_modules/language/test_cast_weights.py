@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import GRPO, SFT
+from rl_modules.language.architecture import body_of
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.fast import held_graphs
 from rl_modules.language.fast.cast_weights import cast_together
 from rl_modules.language.fast.graphs import CastWeights
-from rl_modules.language.fast.self_check import body_of
 from tests.fake_device import FakeStrategy, fake_device
 from tests.rl_modules.language.test_device import TINY, case
 from tests.rl_modules.language.test_light_layers import learned, network
