@@ -352,11 +352,11 @@ def sums(place: Place) -> Iterator[Line]:
             accuracies.append((place.now() - began_s, accuracy, trainer.global_step))
             trainer.should_stop |= accuracy >= 0.85
 
-    module = GRPO(**place.of(real, small), learning_rate=1e-5, lr_scheduler_type="constant", loss_type="grpo",
+    module = GRPO(**place.of(real, small), learning_rate=2e-5, lr_scheduler_type="constant", loss_type="grpo",
                   completions_steps=0)  # fmt: skip
     data = PromptDataModule(
         task="addition", task_kwargs=place.of(chat, {}), reward_funcs=place.of(["last_number"], None),
-        num_generations=place.of(16, 4), batch_size=place.of(256, 8), n_eval=place.of(256, 8),
+        num_generations=place.of(8, 4), batch_size=place.of(512, 8), dynamic_sampling=2, n_eval=place.of(256, 8),
         eval_steps=place.of(25, 1), eval_temperature=0.0,
     )  # fmt: skip
     stopped: TimeoutError | None = None

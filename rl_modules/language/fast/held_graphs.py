@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rl_modules.language.architecture import text_config, transformers_model
-from rl_modules.language.fast.graphs import CastWeights, GraphCache, columns_for
+from rl_modules.language.fast.graphs import CastWeights, GraphCache, bucket, columns_for
 from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.row_cache import RowCache
 
@@ -22,7 +22,8 @@ class _Held:
 
     def __init__(self, traits: Hashable, casts: CastWeights | None) -> None:
         self.traits, self.casts = traits, casts
-        self.caches: OrderedDict[Hashable, GraphCache] = OrderedDict()
+        #: By whether keys are grouped, slots and columns.
+        self.caches: OrderedDict[tuple[bool, int, int], GraphCache] = OrderedDict()
 
     @property
     def bytes(self) -> int:
@@ -58,7 +59,7 @@ def groups(model: Any, longest: int) -> bool | None:
 
 
 def held_cache(model: Any, grouped: bool, longest: int, slots: int, share: float) -> GraphCache:
-    """The cache for so many rows, with earlier graphs where they hold; ``share`` of the device's memory is kept."""
+    """A cache for so many rows or more, with graphs that still hold; ``share`` of the device's memory is kept."""
     held, traits = _held.get(model), _traits(model)
     if held is None or held.traits != traits:
         release(model)
@@ -66,11 +67,13 @@ def held_cache(model: Any, grouped: bool, longest: int, slots: int, share: float
         held = _held[model] = _Held(traits, casts)
     if held.casts is not None:
         held.casts.refresh()
-    device, most = _device(model), _most(model, share)
-    key = grouped, slots, columns_for(longest)
+    device, most, columns = _device(model), _most(model, share), columns_for(longest)
+    # Rounds of dynamic sampling differ in their rows; a step's shapes are the same in a cache with further slots.
+    fitting = (key for key in held.caches if key[::2] == (grouped, columns) and key[1] >= slots)
+    key = min(fitting, default=(grouped, bucket(slots, least=8), columns))
     if key not in held.caches:
         layers = len(RowCache.for_model(text_config(model.config), longest).layers)  # type: ignore[union-attr]
-        held.caches[key] = GraphCache(layers, slots, columns_for(longest), device, grouped)
+        held.caches[key] = GraphCache(layers, key[1], columns, device, grouped)
         held.caches[key].most = most
         if held.casts is not None:
             held.caches[key].weights = held.casts.swapped
@@ -125,7 +128,9 @@ def _traits(model: Any) -> Hashable:
     kind = _device(model).type
     modules = [
         (tuple(module._forward_hooks), tuple(module._forward_pre_hooks), getattr(module, "merged", None),
-         str(getattr(module, "active_adapters", None)), getattr(module, "disable_adapters", None))
+         # of transformers' own models it is a method, whose text would be the whole model's
+         tuple(active) if isinstance(active := getattr(module, "active_adapters", None), list) else None,
+         getattr(module, "disable_adapters", None))
         for module in model.modules()
     ]  # fmt: skip
     tensors = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]

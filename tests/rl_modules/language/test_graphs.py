@@ -231,6 +231,18 @@ def test_prompts_of_any_length_reuse_the_buckets(fake):
     assert len(fake.captures) == first
 
 
+def test_fewer_rows_reuse_the_tensors_of_more_and_get_the_same_bits(fake):
+    model = build("qwen2")
+    found = []
+    for held in (False, True):
+        if held:
+            by_graphs(model, PROMPTS, **OPTIONS)
+        found.append(by_graphs(model, PROMPTS[:2], **OPTIONS))
+        assert len(held_graphs._held[model].caches) == 1
+        held_graphs.release(model)
+    assert torch.equal(found[0].log_prob, found[1].log_prob) and rows_of(found[0]) == rows_of(found[1])
+
+
 def test_columns_grow_with_the_text_and_not_before(fake, monkeypatch):
     monkeypatch.setattr(graphs, "_COLUMNS", 4)
     model = build("llama")
@@ -355,7 +367,7 @@ def test_the_least_recently_used_graphs_go_first(fake, monkeypatch):
     found = by_graphs(model, PROMPTS, **OPTIONS)
     cache = next(iter(held_graphs._held[model].caches.values()))
     assert list(cache._graphs) == fake.captures[-2:]
-    by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)  # other sizes, for which there is no room
+    by_graphs(model, PROMPTS, **{**OPTIONS, "num_generations": 8})  # more rows, for which there is no room
     assert list(held_graphs._held[model].caches.values()) != [cache] and not cache._stores and not cache._graphs
     assert rows_of(by_graphs(model, PROMPTS, **OPTIONS)) == rows_of(found)
 
