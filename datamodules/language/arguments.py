@@ -20,9 +20,10 @@ def check_chat_template(name: str, value: Any) -> Any:
 
 
 def check_files(name: str, value: Any) -> Any:
-    """Refuses a dataset in the place of a file's name."""
-    for file in value.values() if isinstance(value, dict) else [value]:
-        if not isinstance(file, str | os.PathLike | None):
+    """Refuses a dataset, and nothing under a name, in the place of a file."""
+    named = isinstance(value, dict)
+    for file in value.values() if named else [value]:
+        if not isinstance(file, str | os.PathLike) and (named or file is not None):
             raise UsageError(f"{name} has a {type(file).__name__}, where the name of a file should be; give datasets "
                              "as dataset, held-out rows as a split of a DatasetDict")  # fmt: skip
     return value

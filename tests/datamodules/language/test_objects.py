@@ -74,3 +74,5 @@ def test_a_dataset_in_the_place_of_a_file_is_refused(given):
         InstructionDataModule(dataset=Dataset.from_list(ROWS), eval_path=given)
     with pytest.raises(UsageError, match="path has a "):
         PreferenceDataModule(path=Dataset.from_list(ROWS))
+    with pytest.raises(UsageError, match="eval_path has a NoneType"):
+        InstructionDataModule(dataset=Dataset.from_list(ROWS), eval_path={"held out": None})
