@@ -20,10 +20,9 @@ def check_chat_template(name: str, value: Any) -> Any:
 
 
 def check_files(name: str, value: Any) -> Any:
-    """Refuses a dataset, and nothing under a name, in the place of a file."""
-    named = isinstance(value, dict)
-    for file in value.values() if named else [value]:
-        if not isinstance(file, str | os.PathLike) and (named or file is not None):
+    """Refuses what names no file, such as a dataset; None alone is no file."""
+    for file in value.values() if isinstance(value, dict) else [] if value is None else [value]:
+        if not isinstance(file, str | os.PathLike):
             raise UsageError(f"{name} has a {type(file).__name__}, where the name of a file should be; give datasets "
                              "as dataset, held-out rows as a split of a DatasetDict")  # fmt: skip
     return value

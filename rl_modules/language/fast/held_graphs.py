@@ -128,8 +128,8 @@ def _traits(model: Any) -> Hashable:
     kind = _device(model).type
     modules = [
         (tuple(module._forward_hooks), tuple(module._forward_pre_hooks), getattr(module, "merged", None),
-         # of transformers' own models it is a method, whose text would be the whole model's
-         tuple(active) if isinstance(active := getattr(module, "active_adapters", None), list) else None,
+         # Of transformers' models it is a method, whose text is the whole model's.
+         None if callable(active := getattr(module, "active_adapters", None)) else str(active),
          getattr(module, "disable_adapters", None))
         for module in model.modules()
     ]  # fmt: skip

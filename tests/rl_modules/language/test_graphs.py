@@ -315,6 +315,16 @@ def test_adapters_that_are_turned_off_are_captured_again(fake):
     assert rows_of(by_graphs(model, PROMPTS, **OPTIONS)) == rows_of(with_adapters)
 
 
+def test_other_adapters_are_captured_again(fake):
+    model = add_lora(build("qwen2"), {"r": 4, "target_modules": ["q_proj", "up_proj"]}, "CAUSAL_LM", False).eval()
+    model.add_adapter("other", model.peft_config["default"])
+    trained(model)
+    by_default = by_graphs(model, PROMPTS, **OPTIONS)
+    model.set_adapter("other")  # begins as no change of the model
+    by_other = by_graphs(model, PROMPTS, **OPTIONS)
+    assert rows_of(by_other) == rows_of(draw(model, PROMPTS, **OPTIONS)) != rows_of(by_default)
+
+
 def test_under_autocast_a_graph_reads_copies_of_the_weights(fake):
     """Autocast's own casts end with its context, which a graph outlives."""
     model = build("qwen2")
