@@ -34,9 +34,12 @@ if "Maze-v0" not in registry:
 # In torch: training steps in the vector, evaluation in the environment of the same name without torch/.
 for _name in ("CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Maze-v0"):
     if f"torch/{_name}" not in registry:
-        register(f"torch/{_name}", entry_point=registry[_name].entry_point,
-                 vector_entry_point=f"datamodules.envs.torch:{_name.partition('-')[0]}",
-                 max_episode_steps=registry[_name].max_episode_steps)  # fmt: skip
+        register(
+            f"torch/{_name}",
+            entry_point=registry[_name].entry_point,
+            vector_entry_point=f"datamodules.envs.torch:{_name.partition('-')[0]}",
+            max_episode_steps=registry[_name].max_episode_steps,
+        )
 
 
 def __getattr__(name: str) -> Any:

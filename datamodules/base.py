@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import gymnasium as gym
 import numpy as np
@@ -37,71 +37,128 @@ class ControlDataModule(Experience):
     #: Kind of experience: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
     kind = "rollouts"
     #: Settings that the algorithm determines if they are not given, see :meth:`resolve`.
-    filled_in: tuple[str, ...] = ()
+    filled_in: ClassVar[tuple[str, ...]] = ()
 
     env_id: Any = setting(
-        "CartPole-v1", "a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "
-        "vector of them, or a vector", kind=EnvId, positional=True, stored=False)  # fmt: skip
+        default="CartPole-v1",
+        says="a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "
+        "vector of them, or a vector",
+        kind=EnvId,
+        kw_only=False,
+        stored=False,
+    )
     n_envs: int = setting(
-        8, "environments that step together, per rank; ignored for a vector, which has its own number", least=1,
-        positional=True)  # fmt: skip
+        default=8,
+        says="environments that step together, per rank; ignored for a vector, which has its own number",
+        least=1,
+        kw_only=False,
+    )
     total_timesteps: int = setting(
-        100_000, "transitions, over all environments and ranks, after which training ends; the last rollout is "
-        "finished", least=1)  # fmt: skip
-    seed: int = setting(0, "source of all random streams: environments, actions, minibatches, weights", least=0)
+        default=100_000,
+        says="transitions, over all environments and ranks, after which training ends; the last rollout is finished",
+        least=1,
+    )
+    seed: int = setting(
+        default=0, says="source of all random streams: environments, actions, minibatches, weights", least=0
+    )
     vectorization_mode: str = setting(
-        "sync", "``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the environment's own "
+        default="sync",
+        says="``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the environment's own "
         "engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium)",
-        one_of=VECTORIZATION)  # fmt: skip
+        one_of=VECTORIZATION,
+    )
     autoreset_mode: str = setting(
-        "same_step", "``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same "
+        default="same_step",
+        says="``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same "
         "transitions. With ``next_step``, actions are also drawn for the reset rows, which are ignored, so later "
-        "samples differ", one_of=tuple(AUTORESET))  # fmt: skip
+        "samples differ",
+        one_of=tuple(AUTORESET),
+    )
     env_kwargs: Any = setting(
-        None, "keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
-        kind=dict[str, Any] | None)  # fmt: skip
+        default=None,
+        says="keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
+        kind=dict[str, Any] | None,
+    )
     wrappers: Any = setting(
-        None, "Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
+        default=None,
+        says="Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
         "import path, or ``{'class_path': ..., 'init_args': {...}}``",
-        kind=list[str | dict[str, Any]] | None)  # fmt: skip
+        kind=list[str | dict[str, Any]] | None,
+    )
     eval_env_kwargs: Any = setting(
-        None, "keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
-        "engine steps in training, they replace ``env_kwargs``", kind=dict[str, Any] | None)  # fmt: skip
+        default=None,
+        says="keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
+        "engine steps in training, they replace ``env_kwargs``",
+        kind=dict[str, Any] | None,
+    )
     eval_wrappers: Any = setting(
-        None, "wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
-        kind=list[str | dict[str, Any]] | None)  # fmt: skip
+        default=None,
+        says="wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
+        kind=list[str | dict[str, Any]] | None,
+    )
     action_masks: bool = setting(
-        True, "restrict actions to those that the environment allows in an ``action_mask`` of its Dict observation or "
-        "infos, or by a method ``action_masks()``. False: ignore masks")  # fmt: skip
+        default=True,
+        says="restrict actions to those that the environment allows in an ``action_mask`` of its Dict observation or "
+        "infos, or by a method ``action_masks()``. False: ignore masks",
+    )
     norm_obs: bool = setting(
-        False, "normalise observations by their running mean and standard deviation; ranks share theirs after every "
-        "rollout")  # fmt: skip
-    norm_reward: bool = setting(False, "divide rewards by the running standard deviation of their discounted sum")
-    norm_gamma: float | None = setting(None, "discount of that sum; None: the algorithm's γ", least=0, most=1,
-                                       idle=_without_norm("norm_reward"))  # fmt: skip
+        default=False,
+        says="normalise observations by their running mean and standard deviation; ranks share theirs after every "
+        "rollout",
+    )
+    norm_reward: bool = setting(
+        default=False, says="divide rewards by the running standard deviation of their discounted sum"
+    )
+    norm_gamma: float | None = setting(
+        default=None,
+        says="discount of that sum; None: the algorithm's γ",
+        least=0,
+        most=1,
+        idle=_without_norm("norm_reward"),
+    )
     warm_start_statistics: bool = setting(
-        True, "start from the running statistics of the module's last training, if it has any")  # fmt: skip
+        default=True, says="start from the running statistics of the module's last training, if it has any"
+    )
     sign_reward: bool = setting(
-        False, "learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged returns "
-        "and evaluations use the game's points")  # fmt: skip
-    clip_obs: float = setting(10.0, "bound on normalised observations, in standard deviations", above=0, attribute="",
-                              idle=_without_norm("norm_obs"))  # fmt: skip
-    clip_reward: float = setting(10.0, "bound on normalised rewards", above=0, attribute="",
-                                 idle=_without_norm("norm_reward"))  # fmt: skip
+        default=False,
+        says="learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged returns "
+        "and evaluations use the game's points",
+    )
+    clip_obs: float = setting(
+        default=10.0,
+        says="bound on normalised observations, in standard deviations",
+        above=0,
+        attribute="",
+        idle=_without_norm("norm_obs"),
+    )
+    clip_reward: float = setting(
+        default=10.0, says="bound on normalised rewards", above=0, attribute="", idle=_without_norm("norm_reward")
+    )
     eval_freq: int = setting(
-        10_000, "transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's "
-        "``check_val_every_n_epoch`` and ``val_check_interval`` override it", least=0)  # fmt: skip
+        default=10_000,
+        says="transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's "
+        "``check_val_every_n_epoch`` and ``val_check_interval`` override it",
+        least=0,
+    )
     eval_on_start: bool | None = setting(
-        None, "evaluate before the first update too, if there are evaluations; None: only if ``eval_freq`` sets their "
+        default=None,
+        says="evaluate before the first update too, if there are evaluations; None: only if ``eval_freq`` sets their "
         "times and the environment has a time limit, because an untrained policy may never end an episode. A resumed "
-        "run does not repeat it")  # fmt: skip
-    n_eval_episodes: int = setting(10, "episodes per evaluation, and of ``validate``", least=1)
-    n_test_episodes: int = setting(50, "episodes of ``test`` and ``predict``, on separate seeds", least=1)
-    eval_deterministic: bool = setting(True, "evaluate the policy's most likely actions instead of samples")
+        "run does not repeat it",
+    )
+    n_eval_episodes: int = setting(default=10, says="episodes per evaluation, and of ``validate``", least=1)
+    n_test_episodes: int = setting(default=50, says="episodes of ``test`` and ``predict``, on separate seeds", least=1)
+    eval_deterministic: bool = setting(
+        default=True, says="evaluate the policy's most likely actions instead of samples"
+    )
     eval_max_steps: int = setting(
-        100_000, "steps after which an evaluation episode that does not end is cut, with a warning",
-        least=1)  # fmt: skip
-    stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
+        default=100_000,
+        says="steps after which an evaluation episode that does not end is cut, with a warning",
+        least=1,
+    )
+    stats_window_size: int = setting(
+        default=100, says="finished episodes in ``rollout/ep_rew_mean``", least=1, attribute=""
+    )
 
     #: Transitions so far, over all environments and ranks.
     num_timesteps: int = persistent(0)
@@ -148,9 +205,16 @@ class ControlDataModule(Experience):
     def _described(self) -> Environments:
         """The environments that the settings describe, which may have been assigned since the last run."""
         return Environments(
-            self.env_id, self.env_kwargs, self.wrappers, self.eval_env_kwargs, self.eval_wrappers,
-            self.vectorization_mode, self.autoreset_mode, self.action_masks, self.seed,
-        )  # fmt: skip
+            self.env_id,
+            self.env_kwargs,
+            self.wrappers,
+            self.eval_env_kwargs,
+            self.eval_wrappers,
+            self.vectorization_mode,
+            self.autoreset_mode,
+            self.action_masks,
+            self.seed,
+        )
 
     def resolve(self) -> None:
         """Fills in what was not given, or assigned since, with the algorithm's defaults, before each fit."""
@@ -248,8 +312,10 @@ class ControlDataModule(Experience):
         if not self.collector.is_fresh:
             return
         if state is not None and state["observation"] is not None and not self.norm_obs:
-            rank_zero_warn("norm_obs=False, but the weights were trained on normalised observations; give "
-                           "norm_obs=True to continue with their statistics")  # fmt: skip
+            rank_zero_warn(
+                "norm_obs=False, but the weights were trained on normalised observations; give "
+                "norm_obs=True to continue with their statistics"
+            )
         if state is not None and normalizers is not None and self.warm_start_statistics:
             normalizers.warm_start(state)
 
@@ -309,9 +375,14 @@ class ControlDataModule(Experience):
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
             with sampling_from(self.learner, stream_seed(self.seed, self._rank, f"{purpose} actions")):
                 batch = run_episodes(
-                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps,
+                    self.learner,
+                    envs,
+                    streams,
+                    n_episodes,
+                    self.eval_deterministic,
+                    self.eval_max_steps,
                     self.env_name,
-                )  # fmt: skip
+                )
             yield batch
 
         return LazyLoader(1, play)

@@ -234,8 +234,14 @@ class ReplayBuffer(Stateful):
         if left_out:
             state["valid"][: self.incomplete * self.n_envs] = False
         head = torch.full_like(self.head, len(saved) // self.n_envs - 1) if left_out else self.head.clone()
-        return {**super().state_dict(), **state, "observation": tree_map(part, self.observation), "head": head,
-                "rows": self.rows, "left_out": left_out}  # fmt: skip
+        return {
+            **super().state_dict(),
+            **state,
+            "observation": tree_map(part, self.observation),
+            "head": head,
+            "rows": self.rows,
+            "left_out": left_out,
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Restores the rows; ``state`` comes from a buffer of the same size."""
@@ -278,8 +284,10 @@ def place_buffer(data: Any) -> None:
     }
     reading = [name for name, is_used in on_host.items() if is_used]
     if given == "accelerator" and reading:
-        raise UsageError(f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
-                         "the host; leave one of them out")  # fmt: skip
+        raise UsageError(
+            f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
+            "the host; leave one of them out"
+        )
     if given == "auto" and device.type == "cuda" and not reading:
         fits = data.replay.nbytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
         drawn = 2 * data.replay.observation_bytes * data.batch_size
@@ -320,8 +328,10 @@ def announce_memory(data: Any, sampler_bytes: int) -> None:
         needed += local_ranks * data.replay.nbytes * bound // data.buffer_size
     needs, has = _readable(needed), _readable(free)
     if needed > free:
-        raise UsageError(f"buffer_size={data.buffer_size} needs {needs} of memory, but {has} are free; "
-                         f"{int(data.buffer_size * free / needed * 0.8)} would fit")  # fmt: skip
+        raise UsageError(
+            f"buffer_size={data.buffer_size} needs {needs} of memory, but {has} are free; "
+            f"{int(data.buffer_size * free / needed * 0.8)} would fit"
+        )
     rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
     if is_bounded:
         rank_zero_only(log.info)(

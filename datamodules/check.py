@@ -49,12 +49,16 @@ def check_env(
         first, ends = _play(environments, seed)
         again, _ = _play(environments, seed)
         if not ends:
-            found.append(f"no episode ended in {STEPS:,} steps: an evaluation would play until eval_max_steps; give it "
-                         "a time limit with gymnasium.wrappers.TimeLimit")  # fmt: skip
+            found.append(
+                f"no episode ended in {STEPS:,} steps: an evaluation would play until eval_max_steps; give it "
+                "a time limit with gymnasium.wrappers.TimeLimit"
+            )
         equal = [all(map(np.array_equal, one, other)) for one, other in zip(first, again, strict=True)]
         if False in equal:
-            found.append(f"the same seed and actions led to something else at step {equal.index(False)}: a run can't "
-                         "resume in the middle of an episode; take all randomness from self.np_random")  # fmt: skip
+            found.append(
+                f"the same seed and actions led to something else at step {equal.index(False)}: a run can't "
+                "resume in the middle of an episode; take all randomness from self.np_random"
+            )
         return found
     finally:
         environments.close()
@@ -67,8 +71,9 @@ def _gymnasium(environments: Environments) -> list[str]:
         try:
             env_checker.check_env(environments.example.unwrapped, skip_render_check=True, skip_close_check=True)
         except Exception as error:
-            raise UsageError(f"the environment {environments.name} fails Gymnasium's check_env: "
-                             f"{what_happened(error)}") from error  # fmt: skip
+            raise UsageError(
+                f"the environment {environments.name} fails Gymnasium's check_env: {what_happened(error)}"
+            ) from error
     texts = [re.sub(r"\x1b\[\d+m|WARN: ", "", str(one.message)) for one in said]
     # Observations are not scaled by their bounds, so infinite ones change nothing.
     return [f"Gymnasium: {text}" for text in dict.fromkeys(texts) if "infinity. This is probably too" not in text]
@@ -117,8 +122,10 @@ def _play(environments: Environments, seed: int) -> tuple[list[list[np.ndarray]]
 def require_registered(env_id: Any, again: str) -> None:
     """Refuses a checkpoint's environment that is no registered id, because that would call code."""
     if not isinstance(env_id, str) or ":" in env_id:
-        raise UsageError(f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
-                         f"runs; if you trust it, give {again}")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
+            f"runs; if you trust it, give {again}"
+        )
 
 
 def require_gymnasiums(wrappers: Any, again: str) -> None:
@@ -127,8 +134,10 @@ def require_gymnasiums(wrappers: Any, again: str) -> None:
         path = wrapper.get("class_path") if isinstance(wrapper, dict) else wrapper
         name = str(path).removeprefix("gymnasium.wrappers.")
         if name not in gym.wrappers.__all__:
-            raise UsageError(f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
-                             f"checkpoint must not choose what code runs; give {again}")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
+                f"checkpoint must not choose what code runs; give {again}"
+            )
 
 
 def check_chosen(names: set[str], env_id: Any, arguments: Any) -> None:

@@ -102,8 +102,11 @@ class Collector(Stateful):
             if self.returns_raw and self.double:
                 assert normalizers is not None
                 seen = tree_map(torch.from_numpy, normalizers.observation(self._observation))
-            acted.append(act(seen, self.generator) if memory is None
-                         else memory.act(act, seen, self.generator, self.episode_start))  # fmt: skip
+            acted.append(
+                act(seen, self.generator)
+                if memory is None
+                else memory.act(act, seen, self.generator, self.episode_start)
+            )
             if not self.has_acted:
                 require_acted(acted[0], n)
                 self.has_acted = True
@@ -120,8 +123,10 @@ class Collector(Stateful):
                 if self.mode != AutoresetMode.NEXT_STEP:
                     # Normalised now: the statistics of the next step include the observation after the reset. Copied:
                     # a vector may write the next ones into the same memory.
-                    finals += [(t, i, tree_map(np.array, self._stored(observation_arrays(self.space, x, self.double))))
-                               for i, x in self.boundary.finals(done, raw, info)]  # fmt: skip
+                    finals += [
+                        (t, i, tree_map(np.array, self._stored(observation_arrays(self.space, x, self.double))))
+                        for i, x in self.boundary.finals(done, raw, info)
+                    ]
                 if self.mode == AutoresetMode.DISABLED:
                     raw = self.boundary.reset(options={"reset_mask": done})
             scaled = raw_reward[t] if normalizers is None else normalizers.reward(raw_reward[t], done, valid[t])

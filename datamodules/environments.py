@@ -88,8 +88,10 @@ class Environments:
     def example(self) -> Any:
         """One environment, or the vector; available between :meth:`open` and :meth:`close`."""
         if self._example is None:
-            raise RuntimeError("the environment is there from setup to teardown; after a fit ask the module for its "
-                               "spaces, before it call setup")  # fmt: skip
+            raise RuntimeError(
+                "the environment is there from setup to teardown; after a fit ask the module for its "
+                "spaces, before it call setup"
+            )
         return self._example
 
     @property
@@ -160,8 +162,15 @@ class Environments:
         """Returns the vector in which training steps: ``n_envs`` environments, or the user's vector."""
         if self.makes_vector:
             return self.example
-        envs = make_vector_env(self.env_id, n_envs, self.vectorization_mode, self.autoreset_mode, self.env_kwargs,
-                               self.wrappers, self._mask_source)  # fmt: skip
+        envs = make_vector_env(
+            self.env_id,
+            n_envs,
+            self.vectorization_mode,
+            self.autoreset_mode,
+            self.env_kwargs,
+            self.wrappers,
+            self._mask_source,
+        )
         if self.has_engine:
             self._require_same_spaces(envs, evaluates=False)
         return envs
@@ -178,8 +187,9 @@ class Environments:
             from datamodules.envs.foreign import evaluation_vector
 
             return evaluation_vector(self, make_env(self.env_id, self.eval_env_kwargs))
-        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs,
-                               self.eval_wrappers, self._mask_source)  # fmt: skip
+        envs = make_vector_env(
+            self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers, self._mask_source
+        )
         if self.evaluates_elsewhere:
             self._require_same_spaces(envs, evaluates=True)
         return envs
@@ -195,12 +205,16 @@ def require_entries(name: str, observation_space: gym.Space, action_space: gym.S
     space_to_dict(observation_space)
     observed, is_masked = split_space(observation_space, action_space)
     if not sum(leaf.size for leaf in tree_leaves(example_arrays(observed))):
-        raise UsageError(f"the environment {name} has the observation_space {observation_space}, which has no entries"
-                         f"{' beside its action_mask' if is_masked else ''}; "
-                         "give one that holds at least a constant, such as Box(0, 1, (1,)) with zeros")  # fmt: skip
+        raise UsageError(
+            f"the environment {name} has the observation_space {observation_space}, which has no entries"
+            f"{' beside its action_mask' if is_masked else ''}; "
+            "give one that holds at least a constant, such as Box(0, 1, (1,)) with zeros"
+        )
     if action_space.shape is not None and 0 in action_space.shape:
-        raise UsageError(f"the environment {name} has the action_space {action_space}, which has no entries; give one "
-                         "with at least one action")  # fmt: skip
+        raise UsageError(
+            f"the environment {name} has the action_space {action_space}, which has no entries; give one "
+            "with at least one action"
+        )
 
 
 def warn_of_own_statistics(env: Any) -> None:
@@ -208,6 +222,8 @@ def warn_of_own_statistics(env: Any) -> None:
     while isinstance(env, gym.Wrapper | VectorWrapper):
         name = type(env).__name__
         if name in OWN_STATISTICS and type(env).__module__.startswith("gymnasium."):
-            rank_zero_warn(f"the wrapper {name} keeps running statistics of its own: evaluations begin with others, "
-                           f"and resumed runs with none; leave it out and set {OWN_STATISTICS[name]}=True")  # fmt: skip
+            rank_zero_warn(
+                f"the wrapper {name} keeps running statistics of its own: evaluations begin with others, "
+                f"and resumed runs with none; leave it out and set {OWN_STATISTICS[name]}=True"
+            )
         env = env.env

@@ -33,8 +33,10 @@ class EpisodeStatistics(Stateful):
     def ends_of(self, done: np.ndarray, info: dict[str, Any]) -> list[list[Any]]:
         """Returns ``is_success`` and the values of ``info_keywords`` of each episode that ended in a step, in order."""
         final = info.get("final_info", info)
-        return [[success, *(_noted(final, name, i) for name in self.info_keywords)]
-                for i, success in successes(done, info).items()]  # fmt: skip
+        return [
+            [success, *(_noted(final, name, i) for name in self.info_keywords)]
+            for i, success in successes(done, info).items()
+        ]
 
     def update(
         self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, ends: Sequence[Sequence[Any]] = ()
@@ -63,8 +65,14 @@ class EpisodeStatistics(Stateful):
 
     def means(self, sum_over_ranks: Callable[[torch.Tensor], Any] | None = None) -> dict[str, float]:
         """Returns ``rollout/*``, the means over the last episodes, those of all ranks by ``sum_over_ranks``."""
-        own = [np.sum(self.returns), np.sum(self.lengths), len(self.returns), np.sum(self.successes),
-               len(self.successes), self.knows_success]  # fmt: skip
+        own = [
+            np.sum(self.returns),
+            np.sum(self.lengths),
+            len(self.returns),
+            np.sum(self.successes),
+            len(self.successes),
+            self.knows_success,
+        ]
         sums = torch.tensor(own, dtype=torch.float64)
         if sum_over_ranks is not None:
             sums = sum_over_ranks(sums)
@@ -91,8 +99,10 @@ def _success(values: Any, i: int) -> float | None:
     try:
         return None if values[i] is None else float(np.asarray(values[i]).item())
     except (KeyError, TypeError, ValueError) as error:  # a vector collects dictionaries by their keys
-        raise UsageError(f"the environments' infos have is_success={values!r} at the end of an episode; it must be "
-                         "true or false, or None where that is not known") from error  # fmt: skip
+        raise UsageError(
+            f"the environments' infos have is_success={values!r} at the end of an episode; it must be "
+            "true or false, or None where that is not known"
+        ) from error
 
 
 def _noted(info: dict[str, Any], name: str, i: int) -> Any:
@@ -104,6 +114,7 @@ def _noted(info: dict[str, Any], name: str, i: int) -> Any:
     value = info[name][i]
     value = value.item() if isinstance(value, np.ndarray | np.generic) and np.size(value) == 1 else value
     if not isinstance(value, bool | int | float | str | None):
-        raise UsageError(f"info_keywords names {name!r}, which is {value!r} at an episode's end; it must be one number "
-                         "or a text")  # fmt: skip
+        raise UsageError(
+            f"info_keywords names {name!r}, which is {value!r} at an episode's end; it must be one number or a text"
+        )
     return value

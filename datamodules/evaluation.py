@@ -79,9 +79,11 @@ def run_episodes(
     began_s = time.monotonic()
     while (played < quota).any():
         if not episodes and time.monotonic() - began_s > SILENT_S:
-            rank_zero_warn(f"no evaluation episode of {name} has ended after {SILENT_S:g} s, {length.max():,} steps; "
-                           f"each is cut after eval_max_steps={max_steps:,}: lower data.eval_max_steps, or give the "
-                           f"environment a time limit: {_LIMIT}")  # fmt: skip
+            rank_zero_warn(
+                f"no evaluation episode of {name} has ended after {SILENT_S:g} s, {length.max():,} steps; "
+                f"each is cut after eval_max_steps={max_steps:,}: lower data.eval_max_steps, or give the "
+                f"environment a time limit: {_LIMIT}"
+            )
             began_s = float("inf")
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
         observation, reward, terminated, truncated, info = boundary.step(action)
@@ -146,8 +148,10 @@ def schedule_evaluations(data: Any) -> None:
     if trainer is None:
         return
     if data.eval_freq and data.environments.is_one_vector:
-        rank_zero_warn(f"{data.env_name} was given as one vector, in which training steps: it is not evaluated; "
-                       "give a callable that makes it, or eval_freq=0")  # fmt: skip
+        rank_zero_warn(
+            f"{data.env_name} was given as one vector, in which training steps: it is not evaluated; "
+            "give a callable that makes it, or eval_freq=0"
+        )
     given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
     # Lightning sets no number where the interval is a time.
     counts = data.eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
-from rl_modules.core.settings import Declared
+from rl_modules.core.settings import Declared, made
 
 
 class LazyLoader:
@@ -51,8 +51,8 @@ class Experience(HasParts, Declared, L.LightningDataModule):
     """What an algorithm learns from; a subclass adds ``train_dataloader`` and the seed of all random streams."""
 
     #: Kind of experience, which an algorithm states too.
-    kind: str
-    seed: int
+    kind: str = made()
+    seed: int = made()
 
     # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
     @_restricted_classmethod

@@ -61,8 +61,10 @@ class FrameReplayBuffer(ReplayBuffer):
         return observation[:, :, -1]
 
     def _refuse(self) -> None:
-        raise UsageError("share_frames=True: an observation's older frames are not those of the observation before; "
-                         "put FrameStackObservation last among the wrappers, or leave share_frames out")  # fmt: skip
+        raise UsageError(
+            "share_frames=True: an observation's older frames are not those of the observation before; "
+            "put FrameStackObservation last among the wrappers, or leave share_frames out"
+        )
 
     def observations_at(self, index: Tensor, stored: Any = None) -> Tensor:
         """Observations by their flat numbers, [M, k, *frame]."""
@@ -73,7 +75,9 @@ class FrameReplayBuffer(ReplayBuffer):
 def stack_size(space: spaces.Space) -> int:
     """Returns k of a space of frame stacks; refuses what is no Box of at least two axes."""
     if not isinstance(space, spaces.Box) or len(space.shape) < 2 or space.shape[0] < 2:
-        raise UsageError("share_frames=True stores frames of stacks, whose space is a Box with the stack as first "
-                         f"axis, not {space}; put FrameStackObservation last among the wrappers, or leave share_frames "
-                         "out")  # fmt: skip
+        raise UsageError(
+            "share_frames=True stores frames of stacks, whose space is a Box with the stack as first "
+            f"axis, not {space}; put FrameStackObservation last among the wrappers, or leave share_frames "
+            "out"
+        )
     return int(space.shape[0])

@@ -122,8 +122,10 @@ class HindsightReplayBuffer(ReplayBuffer):
         pair = achieved.numpy() + self.start, desired.numpy() + self.start
         reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
         if reward.shape != (len(desired),):
-            raise UsageError(f"the environment's compute_reward returned an array of shape {reward.shape} for "
-                             f"{len(desired)} goals; return one reward per goal")  # fmt: skip
+            raise UsageError(
+                f"the environment's compute_reward returned an array of shape {reward.shape} for "
+                f"{len(desired)} goals; return one reward per goal"
+            )
         return reward
 
     def _compare(self, sample: Batch) -> None:
@@ -135,10 +137,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         # Rewards with a threshold may differ between float32 and float64 in a few rows.
         if differs.mean() > 0.05:
             i = int(differs.argmax())
-            rank_zero_warn(f"compute_reward returns {computed[i]:g} for a transition that the environment rewarded by "
-                           f"{given[i]:g}, and {differs.mean():.0%} of the transitions have such differences: those "
-                           "with replaced goals learn from other rewards; have compute_reward follow what step and "
-                           "the wrappers do to goals and rewards")  # fmt: skip
+            rank_zero_warn(
+                f"compute_reward returns {computed[i]:g} for a transition that the environment rewarded by "
+                f"{given[i]:g}, and {differs.mean():.0%} of the transitions have such differences: those "
+                "with replaced goals learn from other rewards; have compute_reward follow what step and "
+                "the wrappers do to goals and rewards"
+            )
 
     def _reached(self, index: Tensor, place: Tensor) -> Tensor:
         """Rows whose achieved goals replace those of transitions, [M], at ``place`` in [0, 1) of the rest."""
@@ -156,8 +160,10 @@ class HindsightReplayBuffer(ReplayBuffer):
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """See :meth:`ReplayBuffer.load_state_dict`."""
         if "to_end" not in state:
-            raise UsageError("n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
-                             "resume with n_sampled_goal=0")  # fmt: skip
+            raise UsageError(
+                "n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
+                "resume with n_sampled_goal=0"
+            )
         super().load_state_dict(state)
         if self.filled < self.rows:
             # A bounded checkpoint may lack the first rows of its oldest episodes.
@@ -169,8 +175,10 @@ def check_hindsight(arguments: Any) -> None:
     """Refuses arguments of a replay datamodule that do not go together."""
     k = arguments["n_sampled_goal"]
     if k and arguments["n_steps"] != 1:
-        raise UsageError(f"n_steps={arguments['n_steps']}: with n_sampled_goal={k} only the reward of one step is "
-                         "computed anew; set it to 1")  # fmt: skip
+        raise UsageError(
+            f"n_steps={arguments['n_steps']}: with n_sampled_goal={k} only the reward of one step is "
+            "computed anew; set it to 1"
+        )
     if k and arguments["share_frames"]:
         raise UsageError(f"share_frames=True can't go with n_sampled_goal={k}; leave one of them out")
 
@@ -179,16 +187,20 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
     """Returns the environment's ``compute_reward``, followed by what wrappers and ``sign_reward`` do to rewards."""
     keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
     if not keys.issuperset(GOAL_KEYS):
-        raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
-                         f"{name} has {observation_space}")  # fmt: skip
+        raise UsageError(
+            f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
+            f"{name} has {observation_space}"
+        )
     if isinstance(env, gym.Env):  # a vector is reset by the training that steps it
         reset_once(env)
     # A wrapper that changes the goals has a compute_reward for them; one that changes the reward is outside of it.
     rescale: list[Callable[[Any], Any]] = []
     while isinstance(env, gym.Wrapper) and not hasattr(env, "compute_reward"):
         if isinstance(env, gym.wrappers.NormalizeReward):
-            raise UsageError("wrappers: NormalizeReward divides each reward by statistics of its own step, which the "
-                             "rewards of other goals can't follow; use norm_reward=True in its place")  # fmt: skip
+            raise UsageError(
+                "wrappers: NormalizeReward divides each reward by statistics of its own step, which the "
+                "rewards of other goals can't follow; use norm_reward=True in its place"
+            )
         if isinstance(env, gym.RewardWrapper):
             rescale.insert(0, np.vectorize(env.reward, [np.float32]))
         env = env.env
@@ -196,8 +208,10 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
     if compute is None:  # a vector's wrappers have none
         compute = getattr(getattr(env, "unwrapped", env), "compute_reward", None)
     if compute is None:
-        raise UsageError(f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
-                         f"{name} has none")  # fmt: skip
+        raise UsageError(
+            f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
+            f"{name} has none"
+        )
     if sign_reward:
         rescale.append(np.sign)
 

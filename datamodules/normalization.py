@@ -86,8 +86,10 @@ class ObservationNormalizer(Stateful):
     def __init__(self, space: spaces.Space, clip: float = 10.0) -> None:
         self.space, self.clip = space, clip
         if not self.parts():
-            raise UsageError(f"norm_obs: the observation space {space} has no real numbers to normalise; images are "
-                             "scaled by their bounds without it, so leave norm_obs out")  # fmt: skip
+            raise UsageError(
+                f"norm_obs: the observation space {space} has no real numbers to normalise; images are "
+                "scaled by their bounds without it, so leave norm_obs out"
+            )
 
     def parts(self) -> list[RunningMeanStd]:
         """Returns the statistics of every part of an observation that has some."""

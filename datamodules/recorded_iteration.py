@@ -37,8 +37,9 @@ class RecordedIteration(Recorded):
         # Of actions that are not taken, in the successors of transitions.
         self._unused = torch.Generator(device)
         super().__init__(module, [collector.generator, self.envs.generator, self._unused])
-        self.numbers = {name: torch.zeros((), dtype=torch.float32, device=device) for name in NUMBERS
-                        if hasattr(module, name)}  # fmt: skip
+        self.numbers = {
+            name: torch.zeros((), dtype=torch.float32, device=device) for name in NUMBERS if hasattr(module, name)
+        }
         size = data.n_envs * data.n_steps
         is_whole = data.batch_size == size
         self.orders = None if is_whole else torch.zeros((data.n_epochs, size), dtype=torch.int64, device=device)
@@ -50,16 +51,23 @@ class RecordedIteration(Recorded):
         data, module = self.data, self.data.learner
         what = f"{type(module).__name__}(graph=True)"
         if self.envs is None:
-            raise UsageError(f"{what} replays the environments' steps too, and {data.env_name} is not in torch; take "
-                             "torch/CartPole-v1, another id of torch/ or a datamodules.envs.torch.TorchEnv of yours, "
-                             "or leave graph out")  # fmt: skip
-        kept_on_host = {"norm_obs": data.norm_obs, "norm_reward": data.norm_reward, "overlap": data.overlap,
-                        "a recurrent policy": self.collector.memory is not None,
-                        "EpisodeMonitor": self.collector.episodes.on_finished is not None}  # fmt: skip
+            raise UsageError(
+                f"{what} replays the environments' steps too, and {data.env_name} is not in torch; take "
+                "torch/CartPole-v1, another id of torch/ or a datamodules.envs.torch.TorchEnv of yours, "
+                "or leave graph out"
+            )
+        kept_on_host = {
+            "norm_obs": data.norm_obs,
+            "norm_reward": data.norm_reward,
+            "overlap": data.overlap,
+            "a recurrent policy": self.collector.memory is not None,
+            "EpisodeMonitor": self.collector.episodes.on_finished is not None,
+        }
         for name, is_used in kept_on_host.items():
             if is_used:
-                raise UsageError(f"{what} keeps a rollout on the device, and {name} reads it on the host; leave one of "
-                                 "them out")  # fmt: skip
+                raise UsageError(
+                    f"{what} keeps a rollout on the device, and {name} reads it on the host; leave one of them out"
+                )
 
     # ---------------------------------------------------------------- one step of Lightning's loop
 
@@ -156,9 +164,11 @@ class RecordedIteration(Recorded):
         rollout.update(
             observation=tree_map(lambda *steps: torch.stack(steps), observations[0], *observations[1:]),
             next_observation=successor,
-            reward=reward.sign() if self.collector.sign_reward else reward, terminated=terminated,
-            truncated=truncated, valid=torch.ones_like(done),
-        )  # fmt: skip
+            reward=reward.sign() if self.collector.sign_reward else reward,
+            terminated=terminated,
+            truncated=truncated,
+            valid=torch.ones_like(done),
+        )
         if "value" in rollout:
             values = act(tree_map(lambda x: x.flatten(0, 1), successor), self._unused)["value"]
             rollout["next_value"] = values.reshape(reward.shape)
@@ -173,8 +183,11 @@ class RecordedIteration(Recorded):
         self.window = episodes.window
         #: Return and length of the running episodes, [2, N].
         self.running = torch.zeros((2, n), **options)
-        self.running.copy_(torch.stack([torch.as_tensor(episodes.running_return).double(),
-                                        torch.as_tensor(episodes.running_length).double()]))  # fmt: skip
+        self.running.copy_(
+            torch.stack(
+                [torch.as_tensor(episodes.running_return).double(), torch.as_tensor(episodes.running_length).double()]
+            )
+        )
         # Those of the last finished ones in a ring, after which one column takes what is written nowhere.
         self.ring = torch.zeros((2, self.window + 1), **options)
         known = torch.tensor([list(episodes.returns), list(episodes.lengths)], **options)
@@ -193,8 +206,10 @@ class RecordedIteration(Recorded):
         """Brings statistics and observations to the host; refuses NaN and infinite ones."""
         collector, episodes = self.collector, self.collector.episodes
         if not self.is_finite:
-            raise UsageError(f"the environment {collector.name} returned a NaN or infinite observation or reward; "
-                             "bound it, or look at it with graph=False")  # fmt: skip
+            raise UsageError(
+                f"the environment {collector.name} returned a NaN or infinite observation or reward; "
+                "bound it, or look at it with graph=False"
+            )
         finished, window = int(self.finished), self.window
         ring = self.ring[:, :window].cpu()
         order = [i % window for i in range(max(finished - window, 0), finished)]
@@ -202,6 +217,7 @@ class RecordedIteration(Recorded):
         episodes.lengths = deque(ring[1, order].long().tolist(), window)
         running = self.running.cpu().numpy()
         episodes.running_return, episodes.running_length = running[0], running[1].astype("int64")
-        collector._observation = collector._raw = observation_tensors(collector.space, self.envs.observe(
-            self.envs.state))  # fmt: skip
+        collector._observation = collector._raw = observation_tensors(
+            collector.space, self.envs.observe(self.envs.state)
+        )
         collector.episode_start = (self.envs.steps == 0).cpu().numpy()

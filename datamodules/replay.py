@@ -28,7 +28,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
 from rl_modules.core.seams import require_acted
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
 
 log = logging.getLogger(__name__)
@@ -71,67 +71,122 @@ class ReplayDataModule(ControlDataModule):
 
     kind = "replay"
     filled_in = ("batch_size", "train_freq", "gradient_steps", "rollouts_per_epoch")
-    replay: ReplayBuffer
-    sampler: UniformSampler | PrioritizedSampler
+    replay: ReplayBuffer = made()
+    sampler: UniformSampler | PrioritizedSampler = made()
     #: α, β at the start, and ε of prioritised replay.
-    alpha: float
-    beta0: float
-    epsilon: float
+    alpha: float = made()
+    beta0: float = made()
+    epsilon: float = made()
 
     n_envs = 1
     buffer_size: int = setting(
-        1_000_000, "rows of the replay buffer over all environments of a rank: transitions, and one row for each "
-        "episode's end", least=1)  # fmt: skip
+        default=1_000_000,
+        says="rows of the replay buffer over all environments of a rank: transitions, and one row for each "
+        "episode's end",
+        least=1,
+    )
     learning_starts: int = setting(
-        100, "transitions with random actions, over all environments and ranks, before the first update",
-        least=0)  # fmt: skip
+        default=100,
+        says="transitions with random actions, over all environments and ranks, before the first update",
+        least=0,
+    )
     train_freq: Any = setting(
-        None, "steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
-        "environment; None: the algorithm's (DQN 4, the others 1)", kind=int | tuple[int, str] | None, least=1,
-        attribute="", check=check_train_freq)  # fmt: skip
+        default=None,
+        says="steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
+        "environment; None: the algorithm's (DQN 4, the others 1)",
+        kind=int | tuple[int, str] | None,
+        least=1,
+        attribute="",
+        check=check_train_freq,
+    )
     gradient_steps: Any = setting(
-        1, "minibatches per round; -1: as many as transitions (``train_freq * n_envs``)", kind=int, least=1,
-        besides=(-1, "as many as transitions"), attribute="")  # fmt: skip
+        default=1,
+        says="minibatches per round; -1: as many as transitions (``train_freq * n_envs``)",
+        kind=int,
+        least=1,
+        besides=(-1, "as many as transitions"),
+        attribute="",
+    )
     batch_size: Any = setting(
-        None, "transitions per minibatch; None: the algorithm's (DQN 32, the others 256)", kind=int | None, least=1,
-        attribute="")  # fmt: skip
+        default=None,
+        says="transitions per minibatch; None: the algorithm's (DQN 32, the others 256)",
+        kind=int | None,
+        least=1,
+        attribute="",
+    )
     n_steps: int = setting(
-        1, "steps between a transition's observation and the one to bootstrap from; fewer where the episode ends",
-        least=1)  # fmt: skip
-    prioritized_replay: bool = setting(False, "draw transitions in proportion to their TD error instead of uniformly")
+        default=1,
+        says="steps between a transition's observation and the one to bootstrap from; fewer where the episode ends",
+        least=1,
+    )
+    prioritized_replay: bool = setting(
+        default=False, says="draw transitions in proportion to their TD error instead of uniformly"
+    )
     prioritized_replay_alpha: float = setting(
-        0.6, "α ≥ 0, exponent of the TD error; 0: uniform", least=0, attribute="alpha",
-        idle=without_priorities)  # fmt: skip
+        default=0.6,
+        says="α ≥ 0, exponent of the TD error; 0: uniform",
+        least=0,
+        attribute="alpha",
+        idle=without_priorities,
+    )
     prioritized_replay_beta0: float = setting(
-        0.4, "β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling bias that the "
-        "importance weights correct", least=0, most=1, attribute="beta0", idle=without_priorities)  # fmt: skip
+        default=0.4,
+        says="β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling bias that the "
+        "importance weights correct",
+        least=0,
+        most=1,
+        attribute="beta0",
+        idle=without_priorities,
+    )
     prioritized_replay_eps: float = setting(
-        1e-6, "ε > 0, in units of reward, added to each TD error", above=0, attribute="epsilon",
-        idle=without_priorities)  # fmt: skip
+        default=1e-6,
+        says="ε > 0, in units of reward, added to each TD error",
+        above=0,
+        attribute="epsilon",
+        idle=without_priorities,
+    )
     share_frames: bool = setting(
-        False, "the observations are stacks of k frames along their first axis. Each frame is stored once, and the "
+        default=False,
+        says="the observations are stacks of k frames along their first axis. Each frame is stored once, and the "
         "stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then frames: one "
-        "per transition, and k more per episode")  # fmt: skip
+        "per transition, and k more per episode",
+    )
     n_sampled_goal: int = setting(
-        0, "k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that the "
+        default=0,
+        says="k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that the "
         "episode reached, and the reward is recomputed (hindsight experience replay; usual: 4). 0: no replacement",
-        least=0, attribute="")  # fmt: skip
+        least=0,
+        attribute="",
+    )
     goal_selection_strategy: str = setting(
-        "future", "which goal: the one reached after a random later step (``future``), at the end of the episode "
-        "(``final``), or after any of its steps (``episode``)", one_of=STRATEGIES, attribute="",
-        idle=lambda d: not d.hparams["n_sampled_goal"] and "at n_sampled_goal=0; set that to 4")  # fmt: skip
+        default="future",
+        says="which goal: the one reached after a random later step (``future``), at the end of the episode "
+        "(``final``), or after any of its steps (``episode``)",
+        one_of=STRATEGIES,
+        attribute="",
+        idle=lambda d: not d.hparams["n_sampled_goal"] and "at n_sampled_goal=0; set that to 4",
+    )
     buffer_device: str = setting(
-        "auto", "where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
+        default="auto",
+        says="where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
         "Trainer's device, to which each round's new rows are sent; ``auto``: on CUDA where the copy takes at most a "
         "quarter of the free memory and a minibatch's observations 128 KiB or more. The draws are the same",
-        one_of=("auto", "cpu", "accelerator"))  # fmt: skip
+        one_of=("auto", "cpu", "accelerator"),
+    )
     checkpoint_buffer_size: int | None = setting(
-        None, "number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
-        "A run resumed from fewer rows differs from the uninterrupted run", least=1)  # fmt: skip
+        default=None,
+        says="number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
+        "A run resumed from fewer rows differs from the uninterrupted run",
+        least=1,
+    )
     rollouts_per_epoch: Any = setting(
-        None, "rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an epoch has as "
+        default=None,
+        says="rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an epoch has as "
         "many minibatches as this number of rounds, or a thousand if the number of minibatches depends on the episodes",
-        kind=int | None, least=1, attribute="")  # fmt: skip
+        kind=int | None,
+        least=1,
+        attribute="",
+    )
 
     # In this epoch, and left of this round, in minibatches.
     _position: int = persistent(0)
@@ -152,8 +207,10 @@ class ReplayDataModule(ControlDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.learning_starts >= self.total_timesteps:
-            raise UsageError(f"learning_starts={self.learning_starts} must lie in [0, total_timesteps="
-                             f"{self.total_timesteps}): nothing would be left to learn in")  # fmt: skip
+            raise UsageError(
+                f"learning_starts={self.learning_starts} must lie in [0, total_timesteps="
+                f"{self.total_timesteps}): nothing would be left to learn in"
+            )
         check_hindsight(self.hparams)
         self.resolve()
 
@@ -169,8 +226,10 @@ class ReplayDataModule(ControlDataModule):
         per_epoch = given.rollouts_per_epoch
         if self.counts_episodes:
             if self.n_envs > 1 or self._world_size > 1:
-                raise UsageError(f"train_freq={list(given.train_freq)} waits for one environment's episodes; use "
-                                 f"n_envs=1 (it is {self.n_envs}) and one process, or a number of steps")  # fmt: skip
+                raise UsageError(
+                    f"train_freq={list(given.train_freq)} waits for one environment's episodes; use "
+                    f"n_envs=1 (it is {self.n_envs}) and one process, or a number of steps"
+                )
             self.rollouts_per_epoch = per_epoch or max(1, round(1000 / max(self.gradient_steps, 1)))
             # How many minibatches such a round has is known after it.
             self._epoch_length = 1000 if self.gradient_steps == -1 else self.rollouts_per_epoch * self.gradient_steps
@@ -181,26 +240,31 @@ class ReplayDataModule(ControlDataModule):
         self._epoch_length = self.rollouts_per_epoch * self.gradient_steps
         smallest = self.n_envs * 2 * max(self.train_freq, self.n_steps)
         if self.buffer_size < smallest:
-            raise UsageError(f"buffer_size={self.buffer_size} must be at least {smallest}, twice what "
-                             f"n_envs={self.n_envs} write in a round of train_freq={self.train_freq} or need for "
-                             f"n_steps={self.n_steps}")  # fmt: skip
+            raise UsageError(
+                f"buffer_size={self.buffer_size} must be at least {smallest}, twice what "
+                f"n_envs={self.n_envs} write in a round of train_freq={self.train_freq} or need for "
+                f"n_steps={self.n_steps}"
+            )
 
     def begin_run(self) -> None:
         super().begin_run()
         self.resolve()
         if not isinstance(self.action_space, STORED_ACTIONS):
             known = ", ".join(space.__name__ for space in STORED_ACTIONS)
-            raise UsageError(f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
-                             f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
-                             )  # fmt: skip
+            raise UsageError(
+                f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
+                f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
+            )
         try:
             self.replay = make_buffer(self)
         except MemoryError as error:
             raise UsageError(f"buffer_size={self.buffer_size}: {error}") from error
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
-            raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
-                             f"(share_frames=True) and train_freq={self.train_freq}")  # fmt: skip
+            raise UsageError(
+                f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
+                f"(share_frames=True) and train_freq={self.train_freq}"
+            )
         seed = stream_seed(self.seed, self._rank, "minibatches")
         if self.prioritized_replay:
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
@@ -286,8 +350,10 @@ class ReplayDataModule(ControlDataModule):
                 self._has_acted = True
                 require_acted(acted, self.n_envs, ["action"])
                 if others := [name for name in acted if name != "action"]:
-                    rank_zero_warn(f"act returned {', '.join(others)} beside action; replay stores actions alone, so "
-                                   "that prepare does not get them")  # fmt: skip
+                    rank_zero_warn(
+                        f"act returned {', '.join(others)} beside action; replay stores actions alone, so "
+                        "that prepare does not get them"
+                    )
             return {"action": acted["action"].cpu()}
 
         def collect(n_steps: int) -> int:
@@ -404,8 +470,10 @@ class ReplayDataModule(ControlDataModule):
             return
         td_error = getattr(self.learner, "td_error", None)
         if td_error is None:
-            raise UsageError(f"prioritized_replay needs an algorithm that leaves its |δ| in `td_error`; "
-                             f"{type(self.learner).__name__} does not")  # fmt: skip
+            raise UsageError(
+                f"prioritized_replay needs an algorithm that leaves its |δ| in `td_error`; "
+                f"{type(self.learner).__name__} does not"
+            )
         self.sampler.update(self._learning.cpu(), td_error)
         self._learning = None
 
@@ -432,11 +500,14 @@ class ReplayDataModule(ControlDataModule):
         super().load_rank_state(state)
         rows = state["replay"]["rows"]
         if rows != self.replay.rows:
-            raise UsageError(f"buffer_size={self.buffer_size} differs from the checkpoint's "
-                             f"{(rows - 1) * self.n_envs}; resume with as much")  # fmt: skip
+            raise UsageError(
+                f"buffer_size={self.buffer_size} differs from the checkpoint's "
+                f"{(rows - 1) * self.n_envs}; resume with as much"
+            )
         if ("powers" in state["sampler"]) != self.prioritized_replay:
-            raise UsageError(f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with "
-                             "the same")  # fmt: skip
+            raise UsageError(
+                f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with the same"
+            )
         self._position = resumed_position(self._position, state["layout"], self._layout)
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
         goes_on = state["layout"] == self._layout

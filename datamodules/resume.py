@@ -28,8 +28,10 @@ def resume_run(data: Any, state: dict[str, Any]) -> None:
     """Restores what :func:`state_of_run` returned."""
     here = getattr(data, "n_envs", None)
     if here is not None and "n_envs" not in state:
-        raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts a new "
-                         "run from its weights")  # fmt: skip
+        raise UsageError(
+            "the checkpoint is of an earlier version, which stored runs otherwise; init_from starts a new "
+            "run from its weights"
+        )
     own = state_of_rank(state["ranks"], data._rank, data._world_size)
     if (saved := state.get("n_envs")) != here:
         raise UsageError(f"n_envs={here} differs from the checkpoint's {saved}; resume with as many")
@@ -53,6 +55,8 @@ def resume_rollout(data: Any, state: dict[str, Any]) -> None:
     here = preparation(data.learner) if half_used else {}
     for name, value in here.items():
         if (before := state.get("preparation", {}).get(name, value)) != value:
-            raise UsageError(f"{name}={value!r} (it has {before!r}): the checkpoint is from the "
-                             "middle of an epoch, and its rollout was prepared for the old setting; resume with that, "
-                             "or from a finished run")  # fmt: skip
+            raise UsageError(
+                f"{name}={value!r} (it has {before!r}): the checkpoint is from the "
+                "middle of an epoch, and its rollout was prepared for the old setting; resume with that, "
+                "or from a finished run"
+            )

@@ -40,22 +40,42 @@ class RolloutDataModule(ControlDataModule):
 
     filled_in = ("n_steps", "n_epochs", "batch_size", "rollouts_per_epoch")
     n_steps: Any = setting(
-        None, "transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5, "
-        "tables 1)", kind=int | None, least=1, attribute="")  # fmt: skip
+        default=None,
+        says="transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5, "
+        "tables 1)",
+        kind=int | None,
+        least=1,
+        attribute="",
+    )
     batch_size: Any = setting(
-        "auto", "transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the "
+        default="auto",
+        says="transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the "
         "algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole "
-        "rollout)", kind=int | Literal["auto"] | None, attribute="", check=check_batch_size)  # fmt: skip
+        "rollout)",
+        kind=int | Literal["auto"] | None,
+        attribute="",
+        check=check_batch_size,
+    )
     n_epochs: Any = setting(
-        None, "passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1)",
-        kind=int | None, least=1, attribute="")  # fmt: skip
+        default=None,
+        says="passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1)",
+        kind=int | None,
+        least=1,
+        attribute="",
+    )
     rollouts_per_epoch: Any = setting(
-        None, "rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for long "
-        "rollouts", kind=int | None, least=1, attribute="")  # fmt: skip
+        default=None,
+        says="rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for long rollouts",
+        kind=int | None,
+        least=1,
+        attribute="",
+    )
     overlap: bool = setting(
-        False, "collect the next rollout in a thread while the last one trains, with the weights from before this "
+        default=False,
+        says="collect the next rollout in a thread while the last one trains, with the weights from before this "
         "training, which PPO's ratio corrects. It pays where environments are slow and step outside of this process "
-        "(``vectorization_mode: async`` or an engine), and a core is free")  # fmt: skip
+        "(``vectorization_mode: async`` or an engine), and a core is free",
+    )
 
     # In this epoch, in minibatches.
     _position: int = persistent(0)
@@ -83,8 +103,10 @@ class RolloutDataModule(ControlDataModule):
         if not self.overlap:
             return
         if self.learner_trainer.precision == "64-true":
-            raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
-                             "forward passes, which a thread can't share; leave overlap out")  # fmt: skip
+            raise UsageError(
+                "overlap=True: trainer.precision=64-true changes a setting of the whole process during "
+                "forward passes, which a thread can't share; leave overlap out"
+            )
         from datamodules.overlap import CollectedAhead
 
         collector, device = self.collector, self.learner_trainer.strategy.root_device
@@ -115,17 +137,23 @@ class RolloutDataModule(ControlDataModule):
         self._check_batch_size(self.batch_size, size)
         resets = self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
         if resets and self.batch_size == 1 < size:
-            raise UsageError(f"batch_size=1 makes a minibatch of each of n_envs*n_steps={size} rows, and with "
-                             "autoreset_mode=next_step some rows are resets, not transitions; give at least "
-                             "batch_size=2")  # fmt: skip
+            raise UsageError(
+                f"batch_size=1 makes a minibatch of each of n_envs*n_steps={size} rows, and with "
+                "autoreset_mode=next_step some rows are resets, not transitions; give at least "
+                "batch_size=2"
+            )
         if wanted.whole_rollouts and (self.n_epochs != 1 or self.batch_size != size):
-            raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
-                             f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
-                             f"n_epochs=1 and batch_size=None (that is {size} transitions)")  # fmt: skip
+            raise UsageError(
+                f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
+                f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
+                f"n_epochs=1 and batch_size=None (that is {size} transitions)"
+            )
         if wanted.whole_rollouts and self.overlap:
-            raise UsageError(f"overlap=True collects with the policy from before the last update, and "
-                             f"{type(self.learner).__name__}'s update holds for the current policy only; leave overlap "
-                             "out")  # fmt: skip
+            raise UsageError(
+                f"overlap=True collects with the policy from before the last update, and "
+                f"{type(self.learner).__name__}'s update holds for the current policy only; leave overlap "
+                "out"
+            )
         if given.rollouts_per_epoch is None:
             self.rollouts_per_epoch = self._rollouts_that_pay_for_an_epoch()
         else:
@@ -143,11 +171,15 @@ class RolloutDataModule(ControlDataModule):
             at_least("batch_size", batch_size)
             return  # `setup` makes the vector and knows the algorithm, and checks
         if not 1 <= batch_size <= size:
-            raise UsageError(f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
-                             "the rollout whole")  # fmt: skip
+            raise UsageError(
+                f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
+                "the rollout whole"
+            )
         if size % batch_size:
-            raise UsageError(f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
-                             f"{_nearest_divisor(size, batch_size)} is the nearest that does")  # fmt: skip
+            raise UsageError(
+                f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
+                f"{_nearest_divisor(size, batch_size)} is the nearest that does"
+            )
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -265,9 +297,11 @@ class RolloutDataModule(ControlDataModule):
             self._order = torch.randperm(len(tree_leaves(fields)[0]), generator=self._shuffler)
         order = self._order
         if len(order) < n_minibatches:
-            raise UsageError(f"batch_size={self.batch_size} cuts n_steps={self.n_steps} into {n_minibatches} "
-                             f"minibatches, and all rows of the rollout but {len(order)} are resets "
-                             "(autoreset_mode=next_step); give a larger batch_size or n_steps")  # fmt: skip
+            raise UsageError(
+                f"batch_size={self.batch_size} cuts n_steps={self.n_steps} into {n_minibatches} "
+                f"minibatches, and all rows of the rollout but {len(order)} are resets "
+                "(autoreset_mode=next_step); give a larger batch_size or n_steps"
+            )
         shuffled = tree_map(lambda x: x[order.to(x.device)], fields)
         return [tree_map(lambda x, i=i: x.tensor_split(n_minibatches)[i], shuffled) for i in range(n_minibatches)]
 

@@ -75,8 +75,10 @@ class TensorCollector(Collector):
                 self._observe(raw)
             tree_map(
                 lambda buffer, x, last, t=t, done=done: buffer[t].copy_(_where(done, last, x)),
-                successors, self._observation, final,
-            )  # fmt: skip
+                successors,
+                self._observation,
+                final,
+            )
         tree_map(lambda buffer, x: buffer[n_steps].copy_(x), observations, self._observation)
         self.episode_start, self._resets_next = (x.cpu().numpy().copy() for x in (starts, resets_next))
         done = terminated | truncated
@@ -87,9 +89,13 @@ class TensorCollector(Collector):
         observations, successors = normalizers.observation(observations), normalizers.observation(successors)
         rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         rollout.update(
-            observation=tree_map(lambda x: x[:-1], observations), next_observation=successors, reward=reward,
-            terminated=terminated, truncated=truncated, valid=valid,
-        )  # fmt: skip
+            observation=tree_map(lambda x: x[:-1], observations),
+            next_observation=successors,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            valid=valid,
+        )
         if "value" in rollout:
             rollout["next_value"] = self._value_of_successors(act, device, observations, rollout)
         return rollout
@@ -188,8 +194,11 @@ class TensorNormalizers:
     def update(self, observation: Any, valid: Tensor) -> None:
         """Adds a rollout's observations, [T, N, *obs] as the environments returned them, to the statistics."""
         if self.normalizers.of_observations is not None:
-            tree_map(lambda running, x: running and running.merge(*_moments(x, valid)),
-                     self.normalizers.of_observations.running, observation)  # fmt: skip
+            tree_map(
+                lambda running, x: running and running.merge(*_moments(x, valid)),
+                self.normalizers.of_observations.running,
+                observation,
+            )
 
 
 def _normalize(x: Tensor, statistic: Any) -> Tensor:

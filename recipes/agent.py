@@ -19,12 +19,22 @@ from recipes.pipeline import Pipeline, check_folder, measured, run_command, stag
 from rl_modules.language.tokenizer import character_tokenizer
 
 STAGES = ("sft", "grpo", "evaluation")
-CURVES = ("train/reward", "eval/rewards/environment", "environment/turns", "train/completions/mean_length",
-          "train/entropy", "train/loss")  # fmt: skip
+CURVES = (
+    "train/reward",
+    "eval/rewards/environment",
+    "environment/turns",
+    "train/completions/mean_length",
+    "train/entropy",
+    "train/loss",
+)
 #: Of each world: the first stage's config, and how many scripted dialogues it reads.
-STARTS = {"maze": ("agent/sft_maze.yaml", 2000), "nim": ("agent/sft.yaml", 500),
-          "guess": ("agent/sft_guess.yaml", 32000), "arithmetic": ("agent/sft_tools.yaml", 8000),
-          "islands": ("agent/sft_tools.yaml", 8000)}  # fmt: skip
+STARTS = {
+    "maze": ("agent/sft_maze.yaml", 2000),
+    "nim": ("agent/sft.yaml", 500),
+    "guess": ("agent/sft_guess.yaml", 32000),
+    "arithmetic": ("agent/sft_tools.yaml", 8000),
+    "islands": ("agent/sft_tools.yaml", 8000),
+}
 #: A chat template for the character tokenizer, with calls in the format of Hermes and Qwen. What the model writes ends
 #: with ``<eos>``; every other message is a line.
 TEMPLATE = (
@@ -66,9 +76,12 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     check_folder(given.folder)
     seed = {"seed_everything": str(given.seed)}
     pipeline = Pipeline(given.folder)
-    made = pipeline.stage("records", lambda folder: write_records(given.world, given.dialogues, given.seed, folder),
-                          ("tokenizer", "dialogues.jsonl", "train.jsonl", "test.jsonl"),
-                          {"world": given.world, "dialogues": given.dialogues, "seed": given.seed})  # fmt: skip
+    made = pipeline.stage(
+        "records",
+        lambda folder: write_records(given.world, given.dialogues, given.seed, folder),
+        ("tokenizer", "dialogues.jsonl", "train.jsonl", "test.jsonl"),
+        {"world": given.world, "dialogues": given.dialogues, "seed": given.seed},
+    )
     sources = {"data.path": str(made / "train.jsonl"), "data.eval_path": str(made / "test.jsonl")}
     judge = {**seed, **sources, **writing_options(options["grpo"]), **options["evaluation"]}
     rows: dict[str, dict[str, float]] = {}
@@ -77,10 +90,17 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         arguments = {**judge, "model.model_name_or_path": str(model)}
         rows[name] = measured(pipeline, f"{name}_evaluation", given.grpo, arguments, [model.parent])
 
-    model = pipeline.fit("sft", given.sft, {
-        **seed, "model.tokenizer_name_or_path": str(made / "tokenizer"), "data.path": str(made / "dialogues.jsonl"),
-        **options["sft"],
-    }, [made])  # fmt: skip
+    model = pipeline.fit(
+        "sft",
+        given.sft,
+        {
+            **seed,
+            "model.tokenizer_name_or_path": str(made / "tokenizer"),
+            "data.path": str(made / "dialogues.jsonl"),
+            **options["sft"],
+        },
+        [made],
+    )
     measure("sft", model)
     start = {"model.model_name_or_path": str(model)}
     model = pipeline.fit("grpo", given.grpo, {**seed, **sources, **start, **options["grpo"]}, [made, model.parent])

@@ -62,9 +62,14 @@ def fit_strengths(players: list[str] = PLAYERS, wins: Wins = WINS, steps: int = 
     """Returns the strengths after ``steps`` steps of gradient descent over the whole table, their mean 0, [players]."""
     table = games(players, wins)
     trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False
-    )  # fmt: skip
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     model = BradleyTerry(len(players))
     trainer.fit(model, LazyLoader(steps, lambda: (table for _ in range(steps))))
     strength = model.strength.detach()
@@ -87,8 +92,10 @@ def maximum_likelihood_strengths(players: list[str], wins: Wins, tolerance: floa
         won[players.index(i), players.index(j)] += count
     reached = ((won > 0) | torch.eye(n, dtype=torch.bool)).double()
     if (torch.linalg.matrix_power(reached, n) == 0).any():
-        raise UsageError("some players won or lost every game against the others; finite strengths need each to be "
-                         "beaten, directly or through others, by each")  # fmt: skip
+        raise UsageError(
+            "some players won or lost every game against the others; finite strengths need each to be "
+            "beaten, directly or through others, by each"
+        )
     played = won + won.T
     p = torch.ones(n, dtype=torch.float64, device="cpu")
     while True:

@@ -13,13 +13,26 @@ from rl_modules import C51
 def main(total_timesteps: int = 50_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     data = ReplayDataModule(
-        "CartPole-v1", buffer_size=100_000, learning_starts=1000, train_freq=256, gradient_steps=128, batch_size=64,
-        n_steps=3, total_timesteps=total_timesteps,
-    )  # fmt: skip
+        "CartPole-v1",
+        buffer_size=100_000,
+        learning_starts=1000,
+        train_freq=256,
+        gradient_steps=128,
+        batch_size=64,
+        n_steps=3,
+        total_timesteps=total_timesteps,
+    )
     model = C51(
-        v_min=0.0, v_max=100.0, learning_rate="lin_2.3e-3", target_update_interval=10, exploration_fraction=0.16,
-        exploration_final_eps=0.04, double=True, dueling=True, net_arch=[256, 256],
-    )  # fmt: skip
+        v_min=0.0,
+        v_max=100.0,
+        learning_rate="lin_2.3e-3",
+        target_update_interval=10,
+        exploration_fraction=0.16,
+        exploration_final_eps=0.04,
+        double=True,
+        dueling=True,
+        net_arch=[256, 256],
+    )
     trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data)

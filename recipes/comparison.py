@@ -19,11 +19,24 @@ if TYPE_CHECKING:
 
 #: Metrics that compare runs where none is named: the first that all of them log.
 METRICS = (
-    "eval/true_return", "eval/mean_reward", "eval/pass@1", "eval/accuracy", "eval/rewards/accuracies",
-    "eval/rewards/margins", "eval/scores", "eval/loss", "rollout/ep_rew_mean", "train/reward", "train/accuracy",
-    "train/rewards/accuracies", "train/rewards/margins", "train/objective/scores", "train/loss",
-    "train/mean_token_accuracy", "train/objective/kl",
-)  # fmt: skip
+    "eval/true_return",
+    "eval/mean_reward",
+    "eval/pass@1",
+    "eval/accuracy",
+    "eval/rewards/accuracies",
+    "eval/rewards/margins",
+    "eval/scores",
+    "eval/loss",
+    "rollout/ep_rew_mean",
+    "train/reward",
+    "train/accuracy",
+    "train/rewards/accuracies",
+    "train/rewards/margins",
+    "train/objective/scores",
+    "train/loss",
+    "train/mean_token_accuracy",
+    "train/objective/kl",
+)
 #: Metrics of few points, and the curve that is drawn for them.
 DRAWN = {"eval/mean_reward": "rollout/ep_rew_mean"}
 #: Seeds from which a bootstrap interval is given.
@@ -102,10 +115,13 @@ def runs_in(place: str | Path) -> list[Path]:
     paths = [Path(path) for path in glob.glob(str(Path(place).expanduser()))] or [Path(place)]
     runs = {file.parent for path in paths for file in path.rglob("hparams.yaml")}
     if not runs:
-        raise UsageError(f"{place} holds no run: its folder has an hparams.yaml, as `rl fit` writes it with "
-                         "TensorBoardLogger and CSVLogger")  # fmt: skip
-    return sorted(runs, key=lambda run: [(int(part) if part.isdigit() else -1, part)
-                                         for part in re.split(r"(\d+)", str(run))])  # fmt: skip
+        raise UsageError(
+            f"{place} holds no run: its folder has an hparams.yaml, as `rl fit` writes it with "
+            "TensorBoardLogger and CSVLogger"
+        )
+    return sorted(
+        runs, key=lambda run: [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", str(run))]
+    )
 
 
 def read(folder: Path) -> Result:
@@ -113,10 +129,15 @@ def read(folder: Path) -> Result:
     from recipes.callbacks import curves
     from recipes.cli import runs
 
-    settings, config = (yaml.safe_load(file.read_text("utf-8")) or {} if file.exists() else {}
-                        for file in (folder / "hparams.yaml", folder / "config.yaml"))  # fmt: skip
-    trainer = {f"trainer.{name}": value for name, value in config.get("trainer", {}).items()
-               if isinstance(value, int | float | str)}  # fmt: skip
+    settings, config = (
+        yaml.safe_load(file.read_text("utf-8")) or {} if file.exists() else {}
+        for file in (folder / "hparams.yaml", folder / "config.yaml")
+    )
+    trainer = {
+        f"trainer.{name}": value
+        for name, value in config.get("trainer", {}).items()
+        if isinstance(value, int | float | str)
+    }
     has_events = next(folder.glob(curves.PATTERN), None) is not None
     if not has_events and not (folder / "metrics.csv").exists():
         raise UsageError(f"{folder} has no curves: neither TensorBoard's files nor metrics.csv")
@@ -134,8 +155,11 @@ def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
     frame = (
         pd.read_csv(file, keep_default_na=False, na_values=[""]).sort_values("step", kind="stable").set_index("step")
     )
-    return {name: [(int(step), float(value)) for step, value in frame[name].dropna().items()]
-            for name in frame.columns.drop("epoch", errors="ignore") if frame[name].notna().any()}  # fmt: skip
+    return {
+        name: [(int(step), float(value)) for step, value in frame[name].dropna().items()]
+        for name in frame.columns.drop("epoch", errors="ignore")
+        if frame[name].notna().any()
+    }
 
 
 # ---------------------------------------------------------------- a table
@@ -156,10 +180,14 @@ def summarize(results: Sequence[Result], metric: str | None = None, mode: str | 
         bests = np.array([sign * max(sign * value for _, value in run.curves[metric]) for run in runs])
         known = [run.seconds for run in runs if run.seconds is not None]
         row: dict[str, Any] = {
-            "run": name, **dict(settings), "seeds": ", ".join(str(run.seed) for run in runs), "n": len(runs),
-            "steps": int(np.median([_end(run) for run in runs])), "seconds": float(np.median(known)) if known else None,
+            "run": name,
+            **dict(settings),
+            "seeds": ", ".join(str(run.seed) for run in runs),
+            "n": len(runs),
+            "steps": int(np.median([_end(run) for run in runs])),
+            "seconds": float(np.median(known)) if known else None,
             "worst": sign * (sign * finals).min(),
-        }  # fmt: skip
+        }
         for column, values in (("final", finals), ("best", bests)):
             row[column] = values.mean()
             row[f"{column}_low"], row[f"{column}_high"] = interval(values)[1:]
@@ -179,8 +207,10 @@ def chosen_metric(results: Sequence[Result], metric: str | None) -> str:
         return known[0]
     if metric not in common:
         what = "no metric of learning is" if metric is None else f"metric={metric!r} is not"
-        raise UsageError(f"{what} logged by all {len(results)} runs{did_you_mean(str(metric), common)}; all log "
-                         f"{', '.join(common) or 'nothing in common'}")  # fmt: skip
+        raise UsageError(
+            f"{what} logged by all {len(results)} runs{did_you_mean(str(metric), common)}; all log "
+            f"{', '.join(common) or 'nothing in common'}"
+        )
     return str(metric)
 
 
@@ -244,15 +274,18 @@ def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
     shown = frame[["run", *own[:most]]].astype(object).where(frame.notna(), "–").astype(str)
     shown["seeds"] = [str(n) if n > 1 else f"1 ({seeds})" for n, seeds in zip(frame["n"], frame["seeds"], strict=True)]
     for column in ("final", "best", "iqm"):
-        shown[column] = [_with_interval(*values) for values in
-                         frame[[column, f"{column}_low", f"{column}_high"]].itertuples(index=False)]  # fmt: skip
+        shown[column] = [
+            _with_interval(*values)
+            for values in frame[[column, f"{column}_low", f"{column}_high"]].itertuples(index=False)
+        ]
     if len(frame) > 1:
         shown["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
     shown["steps"] = [f"{x:,}" for x in frame["steps"]]
     shown["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
     better = "lower" if frame.attrs["mode"] == "min" else "higher"
-    lines = [f"{frame.attrs['metric']}, {better} is better; mean over seeds [95 % bootstrap interval, from {FEWEST} "
-             "seeds]"]  # fmt: skip
+    lines = [
+        f"{frame.attrs['metric']}, {better} is better; mean over seeds [95 % bootstrap interval, from {FEWEST} seeds]"
+    ]
     table = [list(shown.columns), *shown.values.tolist()]
     widths = [max(len(row[i]) for row in table) for i in range(len(shown.columns))]
     lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -269,9 +302,13 @@ def _with_interval(value: float, low: float, high: float) -> str:
 
 
 def plot(
-    results: Sequence[Result], file: str | Path, metric: str | None = None, curve: str | None = None,
-    target: float | None = None, dpi: int = 120,
-) -> None:  # fmt: skip
+    results: Sequence[Result],
+    file: str | Path,
+    metric: str | None = None,
+    curve: str | None = None,
+    target: float | None = None,
+    dpi: int = 120,
+) -> None:
     """Draws curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
     A metric of few points is drawn by its training ``curve``, with dots at the last; ``target`` is a dashed line.
@@ -293,8 +330,11 @@ def plot(
         axes.fill_between(steps, low, high, color=f"C{i}", alpha=0.25, linewidth=0)
         finals = np.array([run.curves[judged][-1][1] for run in runs])
         iqm, low_, high_ = interval(finals, middle=True)
-        own = [f"{key}={value}" for key, value in settings
-               if len({str(dict(others)[key]) for other, others in rows if other == name}) > 1]  # fmt: skip
+        own = [
+            f"{key}={value}"
+            for key, value in settings
+            if len({str(dict(others)[key]) for other, others in rows if other == name}) > 1
+        ]
         label = ", ".join([name, *own])
         label += f" ({len(runs)} seed{'s' if len(runs) > 1 else ''}"
         label += f", IQM {_with_interval(iqm, low_, high_)})" if len(runs) >= FEWEST else ")"

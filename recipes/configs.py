@@ -43,8 +43,9 @@ def find(name: str) -> Path:
         known = [other for other in names() if other.startswith(f"{name.lower().rstrip('/')}/")]
         raise UsageError(f"config {name!r} names an algorithm; its configs are {', '.join(known)}")
     if Path(name).is_dir():
-        raise UsageError(f"config {name!r} is a folder; give one of the files in it, or an installed config (`rl list` "
-                         "shows all)")  # fmt: skip
+        raise UsageError(
+            f"config {name!r} is a folder; give one of the files in it, or an installed config (`rl list` shows all)"
+        )
     raise UsageError(f"config {name!r} is neither a file nor an installed config{_near(name)} (`rl list` shows all)")
 
 
@@ -125,8 +126,9 @@ FIRST = "01_dynamic_programming.ipynb"
 def learn(folder: Path, opens: bool) -> None:
     """Copies the notebooks into a folder, where yours stay as you left them, and opens it unless ``opens`` is false."""
     if opens and importlib.util.find_spec("jupyterlab") is None:
-        raise UsageError("JupyterLab is missing: pip install jupyterlab matplotlib; or only copy them: rl learn "
-                         "--copy_only")  # fmt: skip
+        raise UsageError(
+            "JupyterLab is missing: pip install jupyterlab matplotlib; or only copy them: rl learn --copy_only"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for source in sorted(_source().iterdir()):
         is_part = source.suffix == ".ipynb" or source.name in ("helpers.py", "curves.json", "glossary.md")

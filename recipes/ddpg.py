@@ -14,9 +14,11 @@ from rl_modules.action_noise import NormalActionNoise
 def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     data = ReplayDataModule(
-        "Pendulum-v1", buffer_size=200_000, learning_starts=min(10_000, total_timesteps // 2),
+        "Pendulum-v1",
+        buffer_size=200_000,
+        learning_starts=min(10_000, total_timesteps // 2),
         total_timesteps=total_timesteps,
-    )  # fmt: skip
+    )
     model = DDPG(gamma=0.98, action_noise=NormalActionNoise(sigma=0.1))
     trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)

@@ -66,13 +66,16 @@ def solve(
     env = make_env(str(env_id), env_kwargs, settings.get("wrappers") or ())
     model = transition_model(env)
     if model is None:
-        raise UsageError(f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
-                         "Taxi-v4 have one; wrappers that change observations or rewards hide it, and Taxi's "
-                         "fickle_passenger makes it wrong)")  # fmt: skip
+        raise UsageError(
+            f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
+            "Taxi-v4 have one; wrappers that change observations or rewards hide it, and Taxi's "
+            "fickle_passenger makes it wrong)"
+        )
     gamma = gamma if gamma is not None else agent.gamma if agent is not None else 0.99
     if agent is not None and agent.q.shape != (model.states, model.reward.shape[1]):
-        raise UsageError(f"the checkpoint's table is {tuple(agent.q.shape)}, {env_id} needs "
-                         f"{(model.states, model.reward.shape[1])}")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint's table is {tuple(agent.q.shape)}, {env_id} needs {(model.states, model.reward.shape[1])}"
+        )
     q = F.value_iteration(model.transition, model.reward, gamma)[: model.states]
     _report(str(env_id), model, q, gamma, agent)
     if picture is not None:
@@ -84,8 +87,10 @@ def _load(path: str) -> tuple[Any, dict[str, Any]]:
     saved = read_checkpoint(path, "ckpt_path")
     name = saved.get("algorithm")
     if name not in ("MonteCarlo", "SARSA", "QLearning"):
-        raise UsageError(f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
-                         "SARSA and QLearning")  # fmt: skip
+        raise UsageError(
+            f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
+            "SARSA and QLearning"
+        )
     return getattr(rl_modules, name).load_from_checkpoint(path, map_location="cpu"), saved
 
 
@@ -107,9 +112,11 @@ def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent:
         visited = agent.tables.visits.sum(0).sum(-1) > 0
         value, greedy = agent.allowed_q.max(-1)
         loss = q.max(-1).values - q.gather(1, greedy[:, None])[:, 0]
-        print(f"\nof {int(visited.sum())} visited states the greedy action is a best one in "
-              f"{int((loss[visited] < 1e-6).sum())}; largest |max Q - V*| there: "
-              f"{float((value - q.max(-1).values)[visited].abs().max()):.3g}")  # fmt: skip
+        print(
+            f"\nof {int(visited.sum())} visited states the greedy action is a best one in "
+            f"{int((loss[visited] < 1e-6).sum())}; largest |max Q - V*| there: "
+            f"{float((value - q.max(-1).values)[visited].abs().max()):.3g}"
+        )
 
 
 def _expected_return(model: TransitionModel, policy: Tensor) -> float | None:

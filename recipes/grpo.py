@@ -21,9 +21,15 @@ def main(start_steps: int = 400, max_steps: int = 1000, n_eval: int = 512) -> fl
     folder = start.export("exported/grpo_start")
 
     data = PromptDataModule(
-        task="addition", num_generations=8, batch_size=256, dynamic_sampling=2, n_eval=n_eval, eval_steps=100,
-        eval_num_generations=4, eval_temperature=1.0,
-    )  # fmt: skip
+        task="addition",
+        num_generations=8,
+        batch_size=256,
+        dynamic_sampling=2,
+        n_eval=n_eval,
+        eval_steps=100,
+        eval_num_generations=4,
+        eval_temperature=1.0,
+    )
     model = GRPO(str(folder), loss_type="grpo", learning_rate=3e-4, warmup_steps=10, max_completion_length=6)
     trainer = Trainer(max_steps=max_steps, accelerator="cpu", threads=None, evaluate=False)
     trainer.fit(model, datamodule=data)

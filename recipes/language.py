@@ -30,8 +30,10 @@ def require_room(model: Any, data: Any, fits: bool) -> None:
     # Preferences are only scored, and with demonstrations completions are written only in evaluations.
     writes = kind != "preferences" and (kind != "demonstrations" or not fits or data.can_evaluate)
     if writes or wanted != default_of(type(model), "max_completion_length"):
-        raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
-                         "tokens, prompt and completion together; lower it")  # fmt: skip
+        raise UsageError(
+            f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
+            "tokens, prompt and completion together; lower it"
+        )
 
 
 def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
@@ -42,11 +44,15 @@ def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
     checkpoint = saved_runs.read(Path(ckpt_path))
     algorithm = checkpoint.get("algorithm")
     if algorithm is None or "observation_space" in settings_of(checkpoint):
-        raise UsageError(f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "
-                         "exported as Hugging Face directories")  # fmt: skip
+        raise UsageError(
+            f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "
+            "exported as Hugging Face directories"
+        )
     if model is None and algorithm not in rl_modules.__all__:
-        raise UsageError(f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
-                         f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}")  # fmt: skip
+        raise UsageError(
+            f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
+            f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}"
+        )
     from rl_modules.common.loading import load_object
 
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
@@ -91,8 +97,10 @@ def serve(given: Any) -> None:
         make = lambda spec: NativeEngine(spec, cap)  # noqa: E731
     else:
         if importlib.util.find_spec("vllm") is None:
-            raise UsageError("--engine=vllm needs vLLM, which is not installed; see docs/language/sampling.md, or take "
-                             "--engine=native")  # fmt: skip
+            raise UsageError(
+                "--engine=vllm needs vLLM, which is not installed; see docs/language/sampling.md, or take "
+                "--engine=native"
+            )
         make = lambda spec: VLLMEngine(  # noqa: E731
             spec, gpu_memory_utilization=given.gpu_memory_utilization, max_rows_in_flight=cap
         )

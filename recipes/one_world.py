@@ -38,17 +38,37 @@ HORIZON = 8
 MOST = 500
 #: Of each control algorithm: its arguments, and those of its datamodule.
 CONTROL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "QLearning": ({"exploration_fraction": 0.8, "exploration_initial_eps": 1.0},
-                  {"n_envs": 4, "n_steps": 4, "batch_size": None, "n_epochs": 1, "total_timesteps": 4000}),
-    "DQN": ({"gamma": 0.9, "learning_rate": 2e-3, "exploration_fraction": 0.5, "net_arch": [32],
-             "target_update_interval": 50},
-            {"n_envs": 4, "learning_starts": 100, "train_freq": 8, "gradient_steps": 8, "batch_size": 32,
-             "buffer_size": 4000, "total_timesteps": 8000}),
-    "PPO": ({"net_arch": [32], "learning_rate": 3e-3},
-            {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000}),
-    "RecurrentPPO": ({"lstm_hidden_size": 16, "net_arch": {"pi": [], "vf": []}, "learning_rate": 3e-3},
-                     {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000}),
-}  # fmt: skip
+    "QLearning": (
+        {"exploration_fraction": 0.8, "exploration_initial_eps": 1.0},
+        {"n_envs": 4, "n_steps": 4, "batch_size": None, "n_epochs": 1, "total_timesteps": 4000},
+    ),
+    "DQN": (
+        {
+            "gamma": 0.9,
+            "learning_rate": 2e-3,
+            "exploration_fraction": 0.5,
+            "net_arch": [32],
+            "target_update_interval": 50,
+        },
+        {
+            "n_envs": 4,
+            "learning_starts": 100,
+            "train_freq": 8,
+            "gradient_steps": 8,
+            "batch_size": 32,
+            "buffer_size": 4000,
+            "total_timesteps": 8000,
+        },
+    ),
+    "PPO": (
+        {"net_arch": [32], "learning_rate": 3e-3},
+        {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000},
+    ),
+    "RecurrentPPO": (
+        {"lstm_hidden_size": 16, "net_arch": {"pi": [], "vf": []}, "learning_rate": 3e-3},
+        {"n_envs": 8, "n_steps": 32, "batch_size": 64, "n_epochs": 4, "total_timesteps": 8000},
+    ),
+}
 
 
 class ExactRegret(L.Callback):
@@ -199,16 +219,26 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     if not records.exists():
         records.mkdir(parents=True)
         write_records("maze", 2000, seed, records)
-    small = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 4}  # fmt: skip
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     walked = sum(
         message["role"] == "assistant"
         for line in (records / "dialogues.jsonl").read_text("utf-8").splitlines()
         for message in json.loads(line)["messages"]
     )
     L.seed_everything(seed, verbose=False)
-    start = rl_modules.SFT(model_config=small, tokenizer_name_or_path=str(records / "tokenizer"), learning_rate=3e-3,
-                           lr_scheduler_type="constant_with_warmup", warmup_steps=10)  # fmt: skip
+    start = rl_modules.SFT(
+        model_config=small,
+        tokenizer_name_or_path=str(records / "tokenizer"),
+        learning_rate=3e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=10,
+    )
     # The maze's answers count too: a model that can predict them has a representation of its cell.
     shown = InstructionDataModule(
         path=str(records / "dialogues.jsonl"), batch_size=64, n_eval=0, seed=seed, completion_only_loss=False
@@ -217,13 +247,27 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
     shutil.rmtree(folder / "start", ignore_errors=True)
     start.export(folder / "start")
     learner = rl_modules.GRPO(
-        model_name_or_path=str(folder / "start"), loss_type="dapo", reward_to_go=True, scale_rewards="none",
-        beta=0.1, learning_rate=5e-4, lr_scheduler_type="linear", warmup_steps=5, max_completion_length=64,
-    )  # fmt: skip
+        model_name_or_path=str(folder / "start"),
+        loss_type="dapo",
+        reward_to_go=True,
+        scale_rewards="none",
+        beta=0.1,
+        learning_rate=5e-4,
+        lr_scheduler_type="linear",
+        warmup_steps=5,
+        max_completion_length=64,
+    )
     asked = PromptDataModule(
-        path=str(records / "train.jsonl"), environment=CountedMaze, max_turns=HORIZON, max_turn_tokens=3, seed=seed,
-        environment_kwargs={"brief": True, "max_steps": HORIZON}, num_generations=64, batch_size=64, n_eval=0,
-    )  # fmt: skip
+        path=str(records / "train.jsonl"),
+        environment=CountedMaze,
+        max_turns=HORIZON,
+        max_turn_tokens=3,
+        seed=seed,
+        environment_kwargs={"brief": True, "max_steps": HORIZON},
+        num_generations=64,
+        batch_size=64,
+        n_eval=0,
+    )
     CountedMaze.taken = count(walked)
     played = ExactRegret(dialogue_return, lambda trainer: int(repr(CountedMaze.taken)[6:-1]), best, 8000)
     fit(folder, "GRPO", learner, asked, played, max_steps=300)
@@ -233,8 +277,15 @@ def language_model(folder: Path, seed: int, best: float) -> list[tuple[int, floa
 def fit(folder: Path, name: str, module: Any, data: Any, *callbacks: L.Callback, **how: Any) -> None:
     """Trains with a TensorBoard of its own below the folder."""
     logger = TensorBoardLogger(str(folder), name=name, version="", default_hp_metric=False)
-    Trainer(callbacks=list(callbacks), logger=logger, accelerator="cpu", enable_checkpointing=False, evaluate=False,
-            default_root_dir=str(folder), **how).fit(module, datamodule=data)  # fmt: skip
+    Trainer(
+        callbacks=list(callbacks),
+        logger=logger,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        evaluate=False,
+        default_root_dir=str(folder),
+        **how,
+    ).fit(module, datamodule=data)
 
 
 if __name__ == "__main__":

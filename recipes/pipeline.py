@@ -55,8 +55,10 @@ class Pipeline:
             is_same = found["settings"] == wanted["settings"]
             what = "but an earlier stage ran again since" if is_same else "with other settings"
             named = "" if is_same else f" ({'; '.join(changes(found['settings'], wanted['settings']))})"
-            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
-                             f"it again, or give the pipeline another folder{named}")  # fmt: skip
+            raise UsageError(
+                f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
+                f"it again, or give the pipeline another folder{named}"
+            )
         if "done_at" in found and all((folder / output).exists() for output in outputs):
             self.seconds[name] = found["seconds"]
             print(f"{name}: done already, see {folder}")
@@ -105,14 +107,25 @@ class Pipeline:
             fit = _in_a_process if world_size(words) > 1 else main
             _or_fail(name, lambda: fit(["fit", *words]))
             shutil.rmtree(folder / "model", ignore_errors=True)  # an interrupted export leaves a part
-            _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
-                                         "--output", str(folder / "model")]))  # fmt: skip
+            _or_fail(
+                name,
+                lambda: main(
+                    [
+                        "export",
+                        "--ckpt_path",
+                        str(folder / "run" / "checkpoints" / "last.ckpt"),
+                        "--output",
+                        str(folder / "model"),
+                    ]
+                ),
+            )
 
         settings = {"config": configs.find(config).read_text("utf-8"), "arguments": given}
         return self.stage(name, run, ("model", "run"), settings, after) / "model"
 
-    def evaluate(self, name: str, run: Callable[[], dict[str, float]], settings: Any = None,
-                 after: Sequence[Path] = ()) -> dict[str, float]:  # fmt: skip
+    def evaluate(
+        self, name: str, run: Callable[[], dict[str, float]], settings: Any = None, after: Sequence[Path] = ()
+    ) -> dict[str, float]:
         """Runs a stage that measures; returns the metrics, which ``metrics.json`` holds."""
 
         def write(folder: Path) -> None:
@@ -251,8 +264,10 @@ def stage_options(
         name, equals, value = word.removeprefix("--").partition("=")
         stage, _, key = name.partition(".")
         if not word.startswith("--") or not equals or stage not in options or not key:
-            raise UsageError(f"{word!r} is not understood; an option of a stage is written {example}, and the stages "
-                             f"are {', '.join(stages)}{did_you_mean(stage, [*stages, *own])}")  # fmt: skip
+            raise UsageError(
+                f"{word!r} is not understood; an option of a stage is written {example}, and the stages "
+                f"are {', '.join(stages)}{did_you_mean(stage, [*stages, *own])}"
+            )
         options[stage][key] = value
     return options
 
@@ -260,8 +275,10 @@ def stage_options(
 def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> dict[str, Any]:
     """Checks configs and options of all stages before the first: each is parsed, and its classes are made."""
     if "LOCAL_RANK" in os.environ:
-        raise UsageError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}: a pipeline starts the processes of its stages "
-                         "itself; run it once, without torchrun, and give a stage trainer.devices")  # fmt: skip
+        raise UsageError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']}: a pipeline starts the processes of its stages "
+            "itself; run it once, without torchrun, and give a stage trainer.devices"
+        )
     for _, config, _ in stages.values():
         configs.checked(configs.find(config))
     found = {}
@@ -301,8 +318,10 @@ def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
     """Returns options for a pipeline's own use of a policy, on one device."""
     devices = str(arguments.get("trainer.devices", "1"))
     if devices != "1":
-        raise UsageError(f"trainer.devices={devices}: evaluations and comparisons run in the pipeline's own process; "
-                         "give several devices to the stages that train")  # fmt: skip
+        raise UsageError(
+            f"trainer.devices={devices}: evaluations and comparisons run in the pipeline's own process; "
+            "give several devices to the stages that train"
+        )
     return {**arguments, "trainer.devices": "1"}
 
 

@@ -13,9 +13,13 @@ from rl_modules import QLearning
 def main(total_timesteps: int = 300_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     data = RolloutDataModule(
-        "FrozenLake-v1", n_envs=32, n_steps=32, rollouts_per_epoch=10,
-        total_timesteps=total_timesteps, eval_freq=30_000,
-    )  # fmt: skip
+        "FrozenLake-v1",
+        n_envs=32,
+        n_steps=32,
+        rollouts_per_epoch=10,
+        total_timesteps=total_timesteps,
+        eval_freq=30_000,
+    )
     model = QLearning(gamma=0.99, learning_rate="lin_0.1", exploration_fraction=0.5, exploration_final_eps=0.1)
     trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)

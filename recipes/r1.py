@@ -34,8 +34,14 @@ STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
 MODEL = tuple(
     f"model.{name}" for name in ("model_name_or_path", "model_config", "tokenizer_name_or_path", "torch_dtype")
 )
-CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "train/reward", "train/completions/mean_length",
-          "train/entropy", "train/loss")  # fmt: skip
+CURVES = (
+    "eval/pass@1",
+    "eval/rewards/think_answer_format",
+    "train/reward",
+    "train/completions/mean_length",
+    "train/entropy",
+    "train/loss",
+)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -88,17 +94,38 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     if given.final != "none":
         arguments, prompts = {**judge, "model.model_name_or_path": str(model)}, given.preference_prompts
         settings = {"config": configs.text(given.grpo), "arguments": arguments, "prompts": prompts}
-        pairs = pipeline.stage("preferences", lambda folder: write_preferences(given.grpo, arguments, prompts, folder),
-                               ("train.jsonl", "test.jsonl"), settings, done)  # fmt: skip
-        judging = pipeline.fit("reward_model", given.reward_model, {
-            **seed, "model.model_name_or_path": str(model), "data.path": str(pairs / "train.jsonl"),
-            "data.eval_path": str(pairs / "test.jsonl"), "data.chat_template": "false", **options["reward_model"],
-        }, [*done, pairs])  # fmt: skip
+        pairs = pipeline.stage(
+            "preferences",
+            lambda folder: write_preferences(given.grpo, arguments, prompts, folder),
+            ("train.jsonl", "test.jsonl"),
+            settings,
+            done,
+        )
+        judging = pipeline.fit(
+            "reward_model",
+            given.reward_model,
+            {
+                **seed,
+                "model.model_name_or_path": str(model),
+                "data.path": str(pairs / "train.jsonl"),
+                "data.eval_path": str(pairs / "test.jsonl"),
+                "data.chat_template": "false",
+                **options["reward_model"],
+            },
+            [*done, pairs],
+        )
         trained.append("reward_model")
-        model = pipeline.fit("final", given.final, {
-            **seed, "model.model_name_or_path": str(model), "model.reward_model_name_or_path": str(judging),
-            **options["final"],
-        }, [*done, judging.parent])  # fmt: skip
+        model = pipeline.fit(
+            "final",
+            given.final,
+            {
+                **seed,
+                "model.model_name_or_path": str(model),
+                "model.reward_model_name_or_path": str(judging),
+                **options["final"],
+            },
+            [*done, judging.parent],
+        )
         trained.append("final")
         done.append(model.parent)
         measure("final")
@@ -117,13 +144,16 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     if "final" in left_out:
         stages.remove("reward_model")
     judge = {**seed, **writing_options(options["grpo"]), **options["evaluation"]}
-    found = check_stages({
-        **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
-        "evaluation": ("test", given.grpo, judge),
-    })  # fmt: skip
+    found = check_stages(
+        {
+            **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
+            "evaluation": ("test", given.grpo, judge),
+        }
+    )
     if "final" not in left_out and (data := found["evaluation"]).task is None:
-        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
-                         "--final")  # fmt: skip
+        raise UsageError(
+            f"{data.source} is no task, whose training prompts the preferences are about; run r1 without --final"
+        )
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
@@ -144,8 +174,10 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
         found = [preference(record["prompt"], rows[8 * i : 8 * i + 8]) for i, record in enumerate(part)]
         pairs += [{**pair, **policy.as_read(part[i])} for i, pair in enumerate(found) if pair is not None]
     if len(pairs) < 10:
-        raise UsageError(f"only {len(pairs)} of {n_prompts} prompts have completions that differ; ask for more with "
-                         "--preference_prompts")  # fmt: skip
+        raise UsageError(
+            f"only {len(pairs)} of {n_prompts} prompts have completions that differ; ask for more with "
+            "--preference_prompts"
+        )
     cut = len(pairs) * 9 // 10
     for name, those in (("train", pairs[:cut]), ("test", pairs[cut:])):
         write_jsonl(folder / f"{name}.jsonl", those)

@@ -38,14 +38,27 @@ from recipes.pipeline import (
 from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
-CURVES = ("train/rewards/utilities/mean", "eval/rewards/utilities", "train/objective/scores", "train/objective/kl",
-          "eval/accuracy", "eval/rewards/accuracies", "train/loss")  # fmt: skip
+CURVES = (
+    "train/rewards/utilities/mean",
+    "eval/rewards/utilities",
+    "train/objective/scores",
+    "train/objective/kl",
+    "eval/accuracy",
+    "eval/rewards/accuracies",
+    "train/loss",
+)
 #: Columns of the table by the metric's name in an evaluation.
 COLUMNS = {
-    "eval/rewards/utilities": "optimality", "eval/rewards/accuracy": "shortest", "eval/scores": "reward model",
-    "eval/kl": "KL", "eval/mean_length": "length", "eval/accuracy": "accuracy", "eval/bayes_accuracy": "best accuracy",
-    "steps": "steps", "seconds": "seconds",
-}  # fmt: skip
+    "eval/rewards/utilities": "optimality",
+    "eval/rewards/accuracy": "shortest",
+    "eval/scores": "reward model",
+    "eval/kl": "KL",
+    "eval/mean_length": "length",
+    "eval/accuracy": "accuracy",
+    "eval/bayes_accuracy": "best accuracy",
+    "steps": "steps",
+    "seconds": "seconds",
+}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -64,9 +77,11 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser.add_argument("--ppo", default="rlhf_ppo/paths.yaml", help="config of the reinforcement learning")
     parser.add_argument("--dpo", default="dpo/paths.yaml", help="config of the direct preference optimization")
     parser.add_argument(
-        "--preferences", default="ppo", choices=("ppo", "dpo"),
+        "--preferences",
+        default="ppo",
+        choices=("ppo", "dpo"),
         help="what learns from the comparisons: ppo on a reward model of them, or dpo",
-    )  # fmt: skip
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of dpo, each on comparisons of the last one's samples")
     parser.add_argument("--samples", type=int, default=32, help="completions of each prompt at each temperature")
     parser.add_argument("--comparisons", type=int, default=8, help="of each completion with others of its prompt")
@@ -91,8 +106,14 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def measure(name: str, model: Path, after: list[Path], stage: str | None = None) -> None:
-        arguments = {**seed, "model.model_name_or_path": str(model), "model.ref_model_name_or_path": str(sft), **judge,
-                     **writing_options(options["ppo"]), **options["evaluation"]}  # fmt: skip
+        arguments = {
+            **seed,
+            "model.model_name_or_path": str(model),
+            "model.ref_model_name_or_path": str(sft),
+            **judge,
+            **writing_options(options["ppo"]),
+            **options["evaluation"],
+        }
         rows[name] = measured(pipeline, f"{stage or name}_evaluation", given.ppo, arguments, after)
 
     if given.preferences == "dpo":
@@ -100,8 +121,11 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         trained = learn_directly(pipeline, given, options, sft, pairs, measure)
     else:
         judging = {
-            **seed, "model.model_name_or_path": str(sft), **files(pairs), **options["reward_model"],
-        }  # fmt: skip
+            **seed,
+            "model.model_name_or_path": str(sft),
+            **files(pairs),
+            **options["reward_model"],
+        }
         judged = pipeline.fit("reward_model", given.reward_model, judging, done)
         judge = {"model.reward_model_name_or_path": str(judged)}
         done = [*done, judged.parent]
@@ -122,40 +146,61 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     """Checks the settings of all stages before the first one starts."""
     check_folder(given.folder)
     later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
-    found = check_stages({
-        **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in ("sft", *later)},
-        "preferences": ("test", given.sft, {**seed, **writing_options(options["sft"]), **options["preferences"]}),
-        "evaluation": ("test", given.ppo, {**seed, **writing_options(options["ppo"]), **options["evaluation"]}),
-    })  # fmt: skip
+    found = check_stages(
+        {
+            **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in ("sft", *later)},
+            "preferences": ("test", given.sft, {**seed, **writing_options(options["sft"]), **options["preferences"]}),
+            "evaluation": ("test", given.ppo, {**seed, **writing_options(options["ppo"]), **options["evaluation"]}),
+        }
+    )
     if not hasattr((data := found["preferences"]).task, "compare"):
         raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
 
 
 def compared(
-    pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], name: str, model: Path,
+    pipeline: Pipeline,
+    given: argparse.Namespace,
+    options: dict[str, dict[str, str]],
+    name: str,
+    model: Path,
     after: Sequence[Path],
-) -> Path:  # fmt: skip
+) -> Path:
     """Runs a stage of comparisons of a policy's samples; returns its folder."""
     # The trained policy: the config's settings of a new model do not apply.
-    policy = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model), "model.model_config": "null",
-              **writing_options(options["sft"]), **options["preferences"]}  # fmt: skip
+    policy = {
+        "seed_everything": str(given.seed),
+        "model.model_name_or_path": str(model),
+        "model.model_config": "null",
+        **writing_options(options["sft"]),
+        **options["preferences"],
+    }
     numbers = {name: getattr(given, name) for name in ("samples", "temperatures", "comparisons")}
     return pipeline.stage(
-        name, lambda folder: write_preferences(given.sft, policy, **numbers, folder=folder),
-        ("train.jsonl", "test.jsonl"), {"config": configs.text(given.sft), "arguments": policy, **numbers}, after,
-    )  # fmt: skip
+        name,
+        lambda folder: write_preferences(given.sft, policy, **numbers, folder=folder),
+        ("train.jsonl", "test.jsonl"),
+        {"config": configs.text(given.sft), "arguments": policy, **numbers},
+        after,
+    )
 
 
 def files(pairs: Path) -> dict[str, str]:
     """Returns the options by which a stage reads comparisons."""
-    return {"data.path": str(pairs / "train.jsonl"), "data.eval_path": str(pairs / "test.jsonl"),
-            "data.chat_template": "false"}  # fmt: skip
+    return {
+        "data.path": str(pairs / "train.jsonl"),
+        "data.eval_path": str(pairs / "test.jsonl"),
+        "data.chat_template": "false",
+    }
 
 
 def learn_directly(
-    pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], sft: Path, pairs: Path,
+    pipeline: Pipeline,
+    given: argparse.Namespace,
+    options: dict[str, dict[str, str]],
+    sft: Path,
+    pairs: Path,
     measure: Callable[[str, Path, list[Path]], None],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """DPO on the comparisons, and further rounds on comparisons of the samples of the last round's policy."""
     model, done, trained = sft, [sft.parent, pairs], []
     for number in range(1, given.rounds + 1):

@@ -11,8 +11,13 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from recipes.program import run_program
 from rl_modules import RLHFPPO, SFT, RewardModel
 
-SIZE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 4}  # fmt: skip
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 WALKS: dict = {"task": "paths", "task_kwargs": {"template": "{goal}<{start}"}, "batch_size": 128}
 
 
@@ -34,13 +39,26 @@ def main(sft_steps: int = 500, reward_steps: int = 1600, ppo_steps: int = 800, n
     reward = str(judge.export("exported/rlhf_reward_model"))
 
     model = RLHFPPO(
-        sft, reward_model_name_or_path=reward, beta=0.5, cliprange_value=None, missing_eos_penalty=1.0,
-        learning_rate=5e-4, warmup_steps=10, max_completion_length=32, local_rollout_forward_batch_size=512,
-    )  # fmt: skip
+        sft,
+        reward_model_name_or_path=reward,
+        beta=0.5,
+        cliprange_value=None,
+        missing_eos_penalty=1.0,
+        learning_rate=5e-4,
+        warmup_steps=10,
+        max_completion_length=32,
+        local_rollout_forward_batch_size=512,
+    )
     data = PromptDataModule(
-        reward_funcs=["accuracy", "utilities"], num_generations=1, steps_per_generation=4, num_iterations=2,
-        n_eval=64, eval_num_generations=8, eval_temperature=1.0, **WALKS,
-    )  # fmt: skip
+        reward_funcs=["accuracy", "utilities"],
+        num_generations=1,
+        steps_per_generation=4,
+        num_iterations=2,
+        n_eval=64,
+        eval_num_generations=8,
+        eval_temperature=1.0,
+        **WALKS,
+    )
     [result] = fit(model, data, ppo_steps).test(model, datamodule=data)
     return result["eval/rewards/utilities"]
 

@@ -95,9 +95,11 @@ def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
     folder = log_folder(trainer)
     is_used = any(next(folder.glob(name), None) for name in ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv"))
     if is_used and (ckpt_path is None or Path(ckpt_path).resolve().parent != (folder / "checkpoints").resolve()):
-        raise UsageError(f"{folder} holds a run, which a new one would overwrite; continue it with --resume or "
-                         f"--ckpt_path {folder / 'checkpoints' / 'last.ckpt'}, or give the logger another version "
-                         "(null: the next number)")  # fmt: skip
+        raise UsageError(
+            f"{folder} holds a run, which a new one would overwrite; continue it with --resume or "
+            f"--ckpt_path {folder / 'checkpoints' / 'last.ckpt'}, or give the logger another version "
+            "(null: the next number)"
+        )
 
 
 def place_without_logger(trainer: Any, name: str, run: Run | None = None) -> Path | None:
@@ -134,8 +136,12 @@ def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -
     if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
         for logger in _unnumbered(trainer):
             logger._version = run.folder.name
-    files = [file for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero
-             for file in Path(logger.log_dir).glob(curves.PATTERN)]  # fmt: skip
+    files = [
+        file
+        for logger in trainer.loggers
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero
+        for file in Path(logger.log_dir).glob(curves.PATTERN)
+    ]
     if checkpoint is None:
         curves.cut(files, {})
     elif (checkpoints := Checkpoints.of(trainer)) is not None:
@@ -167,8 +173,9 @@ def held(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise UsageError(f"another process trains the run in {folder}; stop it first, or leave out --resume for a "
-                             "new run") from error  # fmt: skip
+            raise UsageError(
+                f"another process trains the run in {folder}; stop it first, or leave out --resume for a new run"
+            ) from error
         except OSError:
             pass
         yield

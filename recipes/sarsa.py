@@ -13,10 +13,14 @@ from rl_modules import SARSA
 def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     data = RolloutDataModule(
-        "CliffWalking-v1", n_envs=4, n_steps=4, rollouts_per_epoch=50,
-        total_timesteps=total_timesteps, eval_freq=2000,
+        "CliffWalking-v1",
+        n_envs=4,
+        n_steps=4,
+        rollouts_per_epoch=50,
+        total_timesteps=total_timesteps,
+        eval_freq=2000,
         env_kwargs={"max_episode_steps": 200},  # CliffWalking has no time limit of its own
-    )  # fmt: skip
+    )
     model = SARSA(gamma=1.0, learning_rate="lin_0.5", exploration_initial_eps=0.1, exploration_final_eps=0.1)
     trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(model, datamodule=data)

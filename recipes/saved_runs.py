@@ -19,8 +19,11 @@ RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 
 def newest_run(parent: Path) -> Path | None:
     """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none."""
-    numbered = {int(match.group(1)): path for path in parent.glob("version_*")
-                if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
+    numbered = {
+        int(match.group(1)): path
+        for path in parent.glob("version_*")
+        if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()
+    }
     runs = [path for path in parent.glob("job_*") if path.is_dir()]
     return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
 
@@ -62,9 +65,11 @@ def read(path: Path) -> dict[str, Any]:
 def require_optimizer(checkpoint: dict[str, Any], path: Any) -> None:
     """Refuses a checkpoint of weights alone."""
     if "optimizer_states" not in checkpoint:
-        raise UsageError(f"ckpt_path={str(path)!r} holds weights alone, as save_weights_only writes them, and no run "
-                         f"resumes from it; begin one with its weights: --model.init_from {path}, or for a language "
-                         "model `rl export`, then --model.model_name_or_path")  # fmt: skip
+        raise UsageError(
+            f"ckpt_path={str(path)!r} holds weights alone, as save_weights_only writes them, and no run "
+            f"resumes from it; begin one with its weights: --model.init_from {path}, or for a language "
+            "model `rl export`, then --model.model_name_or_path"
+        )
 
 
 def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:

@@ -128,8 +128,9 @@ class RankAgreement:
         rate = self._steps / max(now - self._agreed_s, 1e-6) if self._agreed_s else 0.0
         wishes = torch.tensor(
             [stop, is_due and trainer.is_global_zero, rate if trainer.is_global_zero else 0.0],
-            device=trainer.strategy.root_device, dtype=torch.float32
-        )  # fmt: skip
+            device=trainer.strategy.root_device,
+            dtype=torch.float32,
+        )
         torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
         stop_any, due_any, rate = wishes.tolist()
         self._steps, self._agreed_s = 0, now

@@ -37,8 +37,11 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     if trainer.is_global_zero:
         checkpoint = print_summary(trainer, model, rows, exports=not controls)
         if interrupted:
-            print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
-                  f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
+            print(
+                f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
+                f"the same model and data and --ckpt_path {checkpoint}",
+                file=sys.stderr,
+            )
     return interrupted
 
 
@@ -151,8 +154,10 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     assert checkpoints is not None
     best, last = checkpoints.best_model_path, str(checkpoints.last_path or "")
     if launches(trainer):  # the ranks wrote them
-        last, best = (str(path) if (path := log_folder(trainer) / "checkpoints" / f"{name}.ckpt").exists() else given
-                      for name, given in (("last", last), ("best", best)))  # fmt: skip
+        last, best = (
+            str(path) if (path := log_folder(trainer) / "checkpoints" / f"{name}.ckpt").exists() else given
+            for name, given in (("last", last), ("best", best))
+        )
     origin = model.hparams.get("init_from")
     unit = "steps" if exports else "transitions"
     none = "not in this folder" if checkpoints.writes else "not written (enable_checkpointing=false)"
@@ -176,8 +181,9 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     room = shutil.get_terminal_size().columns - width if sys.stdout.isatty() else sys.maxsize
     for left, right in rows.items():
         # A terminal would break lines inside a word. A command to copy stays whole.
-        lines = [right] if left == "export" else wrap(right, max(room, 20), break_long_words=False,
-                                                      break_on_hyphens=False)  # fmt: skip
+        lines = (
+            [right] if left == "export" else wrap(right, max(room, 20), break_long_words=False, break_on_hyphens=False)
+        )
         print(f"{left:{width}}" + f"\n{'':{width}}".join(lines))
     return last
 

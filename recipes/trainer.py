@@ -68,8 +68,10 @@ class Trainer(L.Trainer):
         keeps_curves = not arguments.get("fast_dev_run") and not is_barebones
         self._makes_logger = arguments.get("logger") in (None, True) and keeps_curves
         if resume and not self._makes_logger:
-            raise UsageError("resume=True finds the runs of the logger that Trainer makes; leave out logger, "
-                             "fast_dev_run and barebones, or give fit the checkpoint, ckpt_path")  # fmt: skip
+            raise UsageError(
+                "resume=True finds the runs of the logger that Trainer makes; leave out logger, "
+                "fast_dev_run and barebones, or give fit the checkpoint, ckpt_path"
+            )
         shows = arguments.pop("enable_progress_bar", None) is not False
         brings_bar = shows and any(isinstance(c, ProgressBar) for c in callbacks)
         self._shows_bar = shows and not brings_bar and not is_barebones
@@ -92,8 +94,9 @@ class Trainer(L.Trainer):
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
         given_model, model = model, getattr(model, "_orig_mod", model)  # what `torch.compile` returns holds the module
         if self.resumes and ckpt_path is not None:
-            raise UsageError(f"resume=True finds its checkpoint by itself; leave out ckpt_path={str(ckpt_path)!r}, or "
-                             "resume")  # fmt: skip
+            raise UsageError(
+                f"resume=True finds its checkpoint by itself; leave out ckpt_path={str(ckpt_path)!r}, or resume"
+            )
         self.was_stopped = False
         handler = signal.getsignal(signal.SIGINT)
         with ExitStack() as lock:
@@ -103,8 +106,9 @@ class Trainer(L.Trainer):
             if (own := getattr(model, "run", None)) is not None:
                 own.has_begun = False  # of an earlier fit
             try:
-                super().fit(given_model, train_dataloaders, val_dataloaders, datamodule, found or ckpt_path,
-                            weights_only)  # fmt: skip
+                super().fit(
+                    given_model, train_dataloaders, val_dataloaders, datamodule, found or ckpt_path, weights_only
+                )
             except (Stopped, SystemExit) as end:
                 reason = _reason(end)
                 if self.raises_when_stopped or reason is None:

@@ -8,21 +8,61 @@ from typing import TYPE_CHECKING, Any
 
 #: Names by the file that has them.
 _MODULES = {
-    "a2c": ["A2C"], "c51": ["C51"], "crossq": ["CrossQ"], "dqn": ["DQN"], "language.distillation": ["Distillation"],
-    "language.dpo": ["DPO"], "language.grpo": ["GRPO"], "language.kto": ["KTO"],
-    "language.reward_model": ["RewardModel"], "language.rlhf_ppo": ["RLHFPPO"], "language.rloo": ["RLOO"],
-    "language.sft": ["SFT"], "monte_carlo": ["MonteCarlo"], "ppo": ["PPO"], "pqn": ["PQN"],
-    "q_learning": ["QLearning"], "qrdqn": ["QRDQN"], "recurrent": ["RecurrentA2C", "RecurrentPPO"],
-    "reinforce": ["REINFORCE"], "sac": ["SAC"], "sarsa": ["SARSA"], "td3": ["DDPG", "TD3"], "tqc": ["TQC"],
+    "a2c": ["A2C"],
+    "c51": ["C51"],
+    "crossq": ["CrossQ"],
+    "dqn": ["DQN"],
+    "language.distillation": ["Distillation"],
+    "language.dpo": ["DPO"],
+    "language.grpo": ["GRPO"],
+    "language.kto": ["KTO"],
+    "language.reward_model": ["RewardModel"],
+    "language.rlhf_ppo": ["RLHFPPO"],
+    "language.rloo": ["RLOO"],
+    "language.sft": ["SFT"],
+    "monte_carlo": ["MonteCarlo"],
+    "ppo": ["PPO"],
+    "pqn": ["PQN"],
+    "q_learning": ["QLearning"],
+    "qrdqn": ["QRDQN"],
+    "recurrent": ["RecurrentA2C", "RecurrentPPO"],
+    "reinforce": ["REINFORCE"],
+    "sac": ["SAC"],
+    "sarsa": ["SARSA"],
+    "td3": ["DDPG", "TD3"],
+    "tqc": ["TQC"],
     "trpo": ["TRPO"],
-}  # fmt: skip
+}
 _EXPORTS = {name: f"rl_modules.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "A2C", "C51", "DDPG", "DPO", "DQN", "GRPO", "KTO", "PPO", "PQN", "QRDQN", "REINFORCE", "RLHFPPO", "RLOO", "SAC",
-    "SARSA", "SFT", "TD3", "TQC", "TRPO", "CrossQ", "Distillation", "MonteCarlo", "QLearning", "RecurrentA2C",
-    "RecurrentPPO", "RewardModel",
-]  # fmt: skip
+    "A2C",
+    "C51",
+    "DDPG",
+    "DPO",
+    "DQN",
+    "GRPO",
+    "KTO",
+    "PPO",
+    "PQN",
+    "QRDQN",
+    "REINFORCE",
+    "RLHFPPO",
+    "RLOO",
+    "SAC",
+    "SARSA",
+    "SFT",
+    "TD3",
+    "TQC",
+    "TRPO",
+    "CrossQ",
+    "Distillation",
+    "MonteCarlo",
+    "QLearning",
+    "RecurrentA2C",
+    "RecurrentPPO",
+    "RewardModel",
+]
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C

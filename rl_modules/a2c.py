@@ -31,10 +31,11 @@ class A2C(ActorCriticModule):
     experience = SHORT_ROLLOUTS
 
     use_rms_prop: bool = setting(
-        True, "RMSprop with α 0.99; false: Adam with eps 1e-5", idle=lambda m: beside_optimizer(m))  # fmt: skip
+        default=True, says="RMSprop with α 0.99; false: Adam with eps 1e-5", idle=lambda m: beside_optimizer(m)
+    )
     rms_prop_eps: float = setting(
-        1e-5,
-        "RMSprop's eps",
+        default=1e-5,
+        says="RMSprop's eps",
         above=0,
         idle=lambda m: beside_optimizer(m) or (not m.use_rms_prop and "while use_rms_prop is false; set that to true"),
     )
@@ -52,8 +53,13 @@ class A2C(ActorCriticModule):
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
-        return Minibatch(observation=rollout["observation"], action=rollout["action"], value=rollout["value"],
-                         advantage=advantage, returns=returns)  # fmt: skip
+        return Minibatch(
+            observation=rollout["observation"],
+            action=rollout["action"],
+            value=rollout["value"],
+            advantage=advantage,
+            returns=returns,
+        )
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         policy, value = self.policy_and_value(batch["observation"])

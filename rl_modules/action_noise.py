@@ -120,8 +120,10 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
     known = {cls.__name__: cls for cls in (NormalActionNoise, OrnsteinUhlenbeckActionNoise)}
     name = str(data.get("class_path", "")).rpartition(".")[2] if isinstance(data, dict) else ""
     if name not in known:
-        raise UsageError(f"action_noise={data!r} must be a NormalActionNoise or an OrnsteinUhlenbeckActionNoise, or a "
-                         "dictionary with class_path, one of these names, and init_args")  # fmt: skip
+        raise UsageError(
+            f"action_noise={data!r} must be a NormalActionNoise or an OrnsteinUhlenbeckActionNoise, or a "
+            "dictionary with class_path, one of these names, and init_args"
+        )
     arguments = data.get("init_args") or {}
     refuse_foreign_call(known[name], (), arguments)
     return known[name](**arguments)

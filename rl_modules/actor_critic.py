@@ -26,26 +26,45 @@ def outside_box(module: Any) -> str | None:
 class ActorCriticModule(ControlModule):
     """Base class of the policy-gradient algorithms."""
 
-    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
-    gae_lambda: float = setting(0.95, "λ of generalized advantage estimation", least=0, most=1)
-    normalize_advantage: bool = setting(True, "whiten advantages within each minibatch, over all ranks")
+    gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
+    gae_lambda: float = setting(default=0.95, says="λ of generalized advantage estimation", least=0, most=1)
+    normalize_advantage: bool = setting(default=True, says="whiten advantages within each minibatch, over all ranks")
     ent_coef: Any = setting(
-        0.0, "weight of the entropy bonus, in units of advantage per nat; a number or a schedule", kind=float | str,
-        schedule=True)  # fmt: skip
-    vf_coef: float = setting(0.5, "weight of the mean squared value error", least=0)
+        default=0.0,
+        says="weight of the entropy bonus, in units of advantage per nat; a number or a schedule",
+        kind=float | str,
+        schedule=True,
+    )
+    vf_coef: float = setting(default=0.5, says="weight of the mean squared value error", least=0)
     max_grad_norm: float | None = setting(
-        0.5, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
-        "clipping", above=0)  # fmt: skip
+        default=0.5,
+        says="global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping",
+        above=0,
+    )
     net_arch: list[int] | dict[str, list[int]] | None = setting(
-        None, 'hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none '
-        "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
-    activation_fn: str = setting("tanh", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+        default=None,
+        says='hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none '
+        "after a convolutional encoder",
+        attribute="",
+        check=check_widths,
+        idle=beside_network,
+    )
+    activation_fn: str = setting(
+        default="tanh", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
+    )
     log_std_init: float = setting(
-        0.0, "initial log standard deviation of Box actions", attribute="",
-        idle=lambda m: beside_network(m) or outside_box(m))  # fmt: skip
+        default=0.0,
+        says="initial log standard deviation of Box actions",
+        attribute="",
+        idle=lambda m: beside_network(m) or outside_box(m),
+    )
     ortho_init: bool = setting(
-        True, "orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)", attribute="",
-        idle=beside_network)  # fmt: skip
+        default=True,
+        says="orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)",
+        attribute="",
+        idle=beside_network,
+    )
 
     use_sde: bool = use_sde()
     sde_sample_freq: int = sde_sample_freq()
@@ -62,9 +81,15 @@ class ActorCriticModule(ControlModule):
             custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
             return custom
         return ActorCritic(
-            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
-            critic, hp.get("use_sde", False),
-        )  # fmt: skip
+            self.observation_space,
+            self.action_space,
+            hp.net_arch,
+            hp.activation_fn,
+            hp.log_std_init,
+            hp.ortho_init,
+            critic,
+            hp.get("use_sde", False),
+        )
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
         """Returns π(·|s) and V(s), [B]; an observation's ``action_mask`` restricts the one, and no network reads it."""

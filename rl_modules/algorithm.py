@@ -92,8 +92,9 @@ class Algorithm(Declared, L.LightningModule):
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         saved, here = checkpoint.get("algorithm"), type(self).__name__
         if saved != here:
-            raise UsageError(f"the checkpoint holds {saved or 'no algorithm of this project'}, not {here}; load it "
-                             "with that class")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint holds {saved or 'no algorithm of this project'}, not {here}; load it with that class"
+            )
 
     # ---------------------------------------------------------------- ranks that this process started
 

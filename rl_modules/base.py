@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, clip_grad_norm
@@ -62,16 +62,23 @@ def beside_network(module: Any) -> str | None:
 def use_sde() -> Any:
     """The argument that turns state-dependent noise on."""
     return setting(
-        False, "explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
+        default=False,
+        says="explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
         "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
-        attribute="")  # fmt: skip
+        attribute="",
+    )
 
 
 def sde_sample_freq(interval: str = "rollout") -> Any:
     """The argument that says how often new matrices are drawn."""
     return setting(
-        -1, f"steps of a rollout after which new matrices are drawn; -1: once per {interval}", attribute="",
-        least=1, besides=(-1, "whole rollouts"), idle=without_sde)  # fmt: skip
+        default=-1,
+        says=f"steps of a rollout after which new matrices are drawn; -1: once per {interval}",
+        attribute="",
+        least=1,
+        besides=(-1, "whole rollouts"),
+        idle=without_sde,
+    )
 
 
 def without_sde(module: Any) -> str | None:
@@ -85,65 +92,100 @@ class ControlModule(Algorithm):
     """
 
     #: Gymnasium action spaces that the algorithm can act in.
-    supported_action_spaces: tuple[type[spaces.Space], ...] = (
+    supported_action_spaces: ClassVar[tuple[type[spaces.Space], ...]] = (
         spaces.Discrete,
         spaces.Box,
         spaces.MultiDiscrete,
         spaces.MultiBinary,
     )
     #: Kind of experience that the algorithm learns from; it sets the datamodule's defaults.
-    experience: Experience = MINIBATCHES
+    experience: ClassVar[Experience] = MINIBATCHES
     #: Metrics by which a checkpoint can be selected as the best. Every evaluation logs them; the last one only if
     #: the environment reports ``is_success``.
-    evaluation_metrics: tuple[str, ...] = (
-        "eval/mean_reward", "eval/std_reward", "eval/mean_ep_length", "rollout/ep_rew_mean", "eval/success_rate",
-    )  # fmt: skip
+    evaluation_metrics: ClassVar[tuple[str, ...]] = (
+        "eval/mean_reward",
+        "eval/std_reward",
+        "eval/mean_ep_length",
+        "rollout/ep_rew_mean",
+        "eval/success_rate",
+    )
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
-    max_grad_norm: float | None = None
+    max_grad_norm: ClassVar[float | None] = None
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
 
     learning_rate: float | str | None = setting(
-        None, "step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over ``total_timesteps``, "
+        default=None,
+        says="step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over ``total_timesteps``, "
         "points such as ``0:3e-4, 1:0`` (share of training: value), or None for the optimizer's own",
-        check=check_rate)  # fmt: skip
+        check=check_rate,
+    )
     optimizer: OptimizerFactory | None = setting(
-        None, "callable from parameters to an optimizer; None: the algorithm's", attribute="optimizer_factory",
-        stored=False, check=require_callable)  # fmt: skip
+        default=None,
+        says="callable from parameters to an optimizer; None: the algorithm's",
+        attribute="optimizer_factory",
+        stored=False,
+        check=require_callable,
+    )
     lr_scheduler: SchedulerFactory | None = setting(
-        None, "callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a decaying "
-        "``learning_rate``", attribute="scheduler_factory", stored=False, check=require_callable)  # fmt: skip
+        default=None,
+        says="callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a decaying "
+        "``learning_rate``",
+        attribute="scheduler_factory",
+        stored=False,
+        check=require_callable,
+    )
     log_every: int = setting(
-        1, "epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1, unit="epoch")  # fmt: skip
+        default=1, says="epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1, unit="epoch"
+    )
     #: After `configure_model` the space of what the network sees: an ``action_mask`` is not part of it.
     observation_space: Any = setting(
-        None, "description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space itself; None "
-        "takes the datamodule's", kind=dict[str, Any] | None, attribute="", stores=plain_space)  # fmt: skip
-    action_space: Any = setting(None, "likewise", kind=dict[str, Any] | None, attribute="", stores=plain_space)
+        default=None,
+        says="description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space itself; None "
+        "takes the datamodule's",
+        kind=dict[str, Any] | None,
+        attribute="",
+        stores=plain_space,
+    )
+    action_space: Any = setting(
+        default=None, says="likewise", kind=dict[str, Any] | None, attribute="", stores=plain_space
+    )
     init_from: str | None = setting(
-        None, "checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights",
-        attribute="")  # fmt: skip
+        default=None,
+        says="checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights",
+        attribute="",
+    )
     network: Any = setting(
-        None, "module class or callable that makes the whole network from both spaces: an import path, or class_path "
-        "with init_args; None: built from the other arguments", kind=Custom | None, attribute="",
-        check=to_plain)  # fmt: skip
+        default=None,
+        says="module class or callable that makes the whole network from both spaces: an import path, or class_path "
+        "with init_args; None: built from the other arguments",
+        kind=Custom | None,
+        attribute="",
+        check=to_plain,
+    )
     features_extractor: Any = setting(
-        None, "likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
-        kind=Custom | None, attribute="", check=to_plain)  # fmt: skip
+        default=None,
+        says="likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
+        kind=Custom | None,
+        attribute="",
+        check=to_plain,
+    )
 
     graph: bool = setting(
-        False, "record the computation once as a CUDA graph and replay it: with environments in torch (``torch/…``) "
+        default=False,
+        says="record the computation once as a CUDA graph and replay it: with environments in torch (``torch/…``) "
         "rollout, advantages and updates, with a replay buffer the update. Without CUDA the same function is "
-        "called")  # fmt: skip
+        "called",
+    )
 
     run: ControlRun = transient(lambda m: ControlRun())
     #: What makes the optimizer and the scheduler; None: the algorithm's.
-    optimizer_factory: OptimizerFactory | None
-    scheduler_factory: SchedulerFactory | None
+    optimizer_factory: OptimizerFactory | None = made()
+    scheduler_factory: SchedulerFactory | None = made()
     #: Statistics that normalise observations; the datamodule sets them after every rollout.
-    observation_statistics: Statistics = None
+    observation_statistics: ClassVar[Statistics] = None
     #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
-    normalizer_state: dict[str, Any] | None = None
+    normalizer_state: ClassVar[dict[str, Any] | None] = None
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(OWN_NETWORKS):
@@ -151,20 +193,24 @@ class ControlModule(Algorithm):
 
             require_class(name, self.hparams.get(name))
         if self.hparams.get("network") is not None and self.hparams.get("features_extractor") is not None:
-            raise UsageError("network and features_extractor are both given; network is the whole network, with its "
-                             "own features")  # fmt: skip
+            raise UsageError(
+                "network and features_extractor are both given; network is the whole network, with its own features"
+            )
         decays = self.learning_rate is not None and parse_schedule(self.learning_rate, "learning_rate").decays
         if decays and self.scheduler_factory:
-            raise UsageError(f"learning_rate={self.learning_rate!r} and lr_scheduler both change the learning rate; "
-                             "give one")  # fmt: skip
+            raise UsageError(
+                f"learning_rate={self.learning_rate!r} and lr_scheduler both change the learning rate; give one"
+            )
         if self.graph:
             self.automatic_optimization = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.experience, Experience):
-            raise UsageError(f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
-                             "MINIBATCHES of rl_modules.contract")  # fmt: skip
+            raise UsageError(
+                f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
+                "MINIBATCHES of rl_modules.contract"
+            )
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):
@@ -191,8 +237,10 @@ class ControlModule(Algorithm):
         """The datamodule of the run."""
         datamodule = getattr(self.trainer, "datamodule", None)
         if datamodule is None:
-            raise UsageError(f"{type(self).__name__} learns from a datamodule: give the Trainer's fit "
-                             f"datamodule={DATAMODULES[self.experience.kind]}(...)")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__} learns from a datamodule: give the Trainer's fit "
+                f"datamodule={DATAMODULES[self.experience.kind]}(...)"
+            )
         return cast(ExperienceSource, datamodule)
 
     @property
@@ -206,8 +254,10 @@ class ControlModule(Algorithm):
             check_source(self, self.source, self.is_fitting)
             take_spaces(self)
         if self.is_built and not hasattr(self, "action_space"):
-            raise UsageError(f"{type(self).__name__}.network was set before its spaces were known; set it in "
-                             "build_network, or give the argument network")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__}.network was set before its spaces were known; set it in "
+                "build_network, or give the argument network"
+            )
         if self.is_fitting:
             self.source  # noqa: B018 - raises where the Trainer was given no datamodule
         if not self.is_built:
@@ -249,8 +299,9 @@ class ControlModule(Algorithm):
         """Refuses an action space that the algorithm does not support."""
         if not isinstance(self.action_space, self.supported_action_spaces):
             fitting = ", ".join(space.__name__ for space in self.supported_action_spaces)
-            raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
-                             f"{fitting}")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__} can't act in the action space {self.action_space}; it does {fitting}"
+            )
         if self.hparams.get("use_sde"):
             from rl_modules.state_dependent_noise import check_sde
 

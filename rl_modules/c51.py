@@ -31,9 +31,11 @@ class C51(DQN):
     papers', for returns of clipped rewards.
     """
 
-    n_atoms: int = setting(51, "N, points of the support", least=2)
-    v_min: float = setting(-10.0, "the smallest return of the support, in units of reward; smaller ones count as it")
-    v_max: float = setting(10.0, "the largest one, above ``v_min``; larger ones count as it")
+    n_atoms: int = setting(default=51, says="N, points of the support", least=2)
+    v_min: float = setting(
+        default=-10.0, says="the smallest return of the support, in units of reward; smaller ones count as it"
+    )
+    v_max: float = setting(default=10.0, says="the largest one, above ``v_min``; larger ones count as it")
     exploration_final_eps = 0.01
     max_grad_norm = None
     loss = fixed("huber")

@@ -54,36 +54,47 @@ def require_resumable(module: Any, checkpoint: dict[str, Any]) -> None:
         saved: Any = settings_of(checkpoint).get(name)
         here = module.hparams[name]
         if saved != here:
-            raise UsageError(f"the checkpoint is of another environment, {checkpoint['env_id']}: its {name} is "
-                             f"{space_brief(saved)}, here it is {space_brief(here)}")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint is of another environment, {checkpoint['env_id']}: its {name} is "
+                f"{space_brief(saved)}, here it is {space_brief(here)}"
+            )
     if not module.is_fitting:
         return
     if "run" not in checkpoint:
-        raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
-                         "a new run from its weights")  # fmt: skip
+        raise UsageError(
+            "the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
+            "a new run from its weights"
+        )
     source = module.source
     # Lightning files a datamodule's state under its class's name and ignores what it does not find.
     name = type(source).__qualname__
     if name not in checkpoint:
         stored = ", ".join(key for key in checkpoint if key.endswith("DataModule")) or "none"
-        raise UsageError(f"the checkpoint has no state of {name}; it has that of {stored}, so training could not "
-                         "resume where it was")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint has no state of {name}; it has that of {stored}, so training could not resume where it was"
+        )
     if checkpoint["env_id"] != source.env_name:
-        raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
-                         f"this run is on {source.env_name}; a run resumes only where it was (init_from takes the "
-                         "weights alone)")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
+            f"this run is on {source.env_name}; a run resumes only where it was (init_from takes the "
+            "weights alone)"
+        )
     seed = settings_of(checkpoint, "datamodule_hyper_parameters").get("seed", source.seed)
     if seed != source.seed:
-        raise UsageError(f"seed={source.seed} differs from the checkpoint's {seed}; its random streams resume "
-                         "where they were, so give the same")  # fmt: skip
+        raise UsageError(
+            f"seed={source.seed} differs from the checkpoint's {seed}; its random streams resume "
+            "where they were, so give the same"
+        )
 
 
 def require_same_optimizers(module: Any) -> None:
     """Refuses to resume with optimizers of other classes than those whose state was loaded."""
     before, here = module.run.optimizers_saved, class_names(module.trainer.optimizers)
     if before is not None and before != here:
-        raise UsageError(f"the checkpoint has the state of the optimizer {', '.join(before) or 'none'}, this run "
-                         f"has {', '.join(here) or 'none'}; resume with the same")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint has the state of the optimizer {', '.join(before) or 'none'}, this run "
+            f"has {', '.join(here) or 'none'}; resume with the same"
+        )
     module.run.optimizers_saved = None
 
 
@@ -143,8 +154,10 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
         return
     differ = space_brief(mine) != space_brief(its)
     ours, theirs = (space_brief(mine), space_brief(its)) if differ else (str(trained), str(here))
-    raise UsageError(f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
-                     "the same spaces, or a new module")  # fmt: skip
+    raise UsageError(
+        f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
+        "the same spaces, or a new module"
+    )
 
 
 def _without_bounds(data: Any) -> Any:
@@ -178,9 +191,11 @@ def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
     """Warns at the start of a fit of the checkpoint's factories that the module lacks."""
     given = " and ".join(f"{name}={value}" for name, value in missing.items())
     again = ", ".join(f"{name}=…" for name in missing)
-    rank_zero_warn(f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint can "
-                   f"hold, and this fit has the default instead; to train as before, give it again: "
-                   f"load_from_checkpoint(…, {again})")  # fmt: skip
+    rank_zero_warn(
+        f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint can "
+        f"hold, and this fit has the default instead; to train as before, give it again: "
+        f"load_from_checkpoint(…, {again})"
+    )
 
 
 # ---------------------------------------------------------------- minibatches
@@ -191,11 +206,16 @@ def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int
     if saved == layout:
         return position
     if position % saved["length"] or begun:
-        changed = ", ".join(f"{name}={value} (it has {saved.get(name)})" for name, value in layout.items()
-                            if value != saved.get(name) and name != "length")  # fmt: skip
+        changed = ", ".join(
+            f"{name}={value} (it has {saved.get(name)})"
+            for name, value in layout.items()
+            if value != saved.get(name) and name != "length"
+        )
         why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
-        raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
-                         "settings, or from a finished run")  # fmt: skip
+        raise UsageError(
+            f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
+            "settings, or from a finished run"
+        )
     return 0
 
 

@@ -39,11 +39,16 @@ class CrossQ(SAC):
     default_net_arch: ClassVar[dict[str, list[int]]] = {"pi": [256, 256], "qf": [1024, 1024]}
 
     policy_delay = 3
-    batch_norm_momentum: float = setting(0.01, "how far a batch moves the running statistics", above=0, most=1)
-    batch_norm_eps: float = setting(0.001, "added to variances", above=0)
+    batch_norm_momentum: float = setting(
+        default=0.01, says="how far a batch moves the running statistics", above=0, most=1
+    )
+    batch_norm_eps: float = setting(default=0.001, says="added to variances", above=0)
     renorm_warmup_steps: int = setting(
-        100_000, "batches with plain batch normalisation, before the correction to running statistics", least=0,
-        unit="update")  # fmt: skip
+        default=100_000,
+        says="batches with plain batch normalisation, before the correction to running statistics",
+        least=0,
+        unit="update",
+    )
     tau = fixed(1.0)
     target_update_interval = fixed(1)
     layer_norm, dropout_rate, target_subset = fixed(False), fixed(0.0), fixed(None)
@@ -59,8 +64,10 @@ class CrossQ(SAC):
         super().build_network()
         critics = self.network.critics
         if not any(isinstance(part, BatchRenorm) for part in critics.modules()):
-            raise UsageError("network: CrossQ has no target network and its critics need BatchRenorm layers of "
-                             "rl_modules.networks.batch_renorm; add them, or take SAC")  # fmt: skip
+            raise UsageError(
+                "network: CrossQ has no target network and its critics need BatchRenorm layers of "
+                "rl_modules.networks.batch_renorm; add them, or take SAC"
+            )
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> nn.Module:
         policy: Any = super().make_policy(width, net_arch)

@@ -15,7 +15,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.seeding import generator_of
 from rl_modules.contract import REPLAY, Minibatch, Replayed
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
 from rl_modules.fast.adam import adam
@@ -39,32 +39,56 @@ class DQN(ControlModule):
 
     supported_action_spaces = (spaces.Discrete,)
     experience = REPLAY
-    target_network: QNetwork
+    target_network: QNetwork = made()
 
-    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
     target_update_interval: int = setting(
-        10_000, "transitions, over all environments and ranks, between updates of the target network", least=1,
-        unit="transition")  # fmt: skip
-    tau: float = setting(1.0, "step of the target network towards the network; 1: copy", above=0, most=1)
-    exploration_fraction: float = setting(0.1, "share of ``total_timesteps`` over which ε decays", above=0, most=1)
-    exploration_initial_eps: float = setting(1.0, "initial ε, the probability of a random action", least=0, most=1)
-    exploration_final_eps: float = setting(0.05, "final ε", least=0, most=1)
+        default=10_000,
+        says="transitions, over all environments and ranks, between updates of the target network",
+        least=1,
+        unit="transition",
+    )
+    tau: float = setting(default=1.0, says="step of the target network towards the network; 1: copy", above=0, most=1)
+    exploration_fraction: float = setting(
+        default=0.1, says="share of ``total_timesteps`` over which ε decays", above=0, most=1
+    )
+    exploration_initial_eps: float = setting(
+        default=1.0, says="initial ε, the probability of a random action", least=0, most=1
+    )
+    exploration_final_eps: float = setting(default=0.05, says="final ε", least=0, most=1)
     double: bool = setting(  # type: ignore[assignment]
-        False, "select the next action with the network, evaluate it with the target network",
-        attribute="uses_double", shapes_batch=True)  # fmt: skip
-    dueling: bool = setting(False, "V(s) and advantages in separate streams", attribute="", idle=beside_network)
-    loss: str = setting("huber", "huber (its gradient bounded by 1) or mse", one_of=("huber", "mse"))
+        default=False,
+        says="select the next action with the network, evaluate it with the target network",
+        attribute="uses_double",
+        shapes_batch=True,
+    )
+    dueling: bool = setting(
+        default=False, says="V(s) and advantages in separate streams", attribute="", idle=beside_network
+    )
+    loss: str = setting(default="huber", says="huber (its gradient bounded by 1) or mse", one_of=("huber", "mse"))
     max_grad_norm: float | None = setting(
-        10.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
-        "clipping", above=0)  # fmt: skip
+        default=10.0,
+        says="global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping",
+        above=0,
+    )
     net_arch: list[int] | None = setting(
-        None, "hidden widths; None: [64, 64], and none after a convolutional encoder", attribute="", check=check_widths,
-        idle=beside_network)  # fmt: skip
-    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+        default=None,
+        says="hidden widths; None: [64, 64], and none after a convolutional encoder",
+        attribute="",
+        check=check_widths,
+        idle=beside_network,
+    )
+    activation_fn: str = setting(
+        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
+    )
     noisy: bool = setting(
-        False, "noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch; "
+        default=False,
+        says="noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch; "
         "evaluation uses their means. For exploration by noise alone set exploration_initial_eps and "
-        "exploration_final_eps to 0", attribute="is_noisy")  # fmt: skip
+        "exploration_final_eps to 0",
+        attribute="is_noisy",
+    )
 
     #: ε, the probability of a random action.
     exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
@@ -83,8 +107,10 @@ class DQN(ControlModule):
         self.network = self.make_network()
         if self.is_noisy:
             if self.hparams.get("network") is not None:
-                raise UsageError("noisy=True changes the project's own network; leave it false for a network of yours, "
-                                 "which may have noisy layers itself")  # fmt: skip
+                raise UsageError(
+                    "noisy=True changes the project's own network; leave it false for a network of yours, "
+                    "which may have noisy layers itself"
+                )
             make_noisy(self.network)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
 

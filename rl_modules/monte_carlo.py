@@ -20,7 +20,9 @@ class MonteCarlo(TabularControl):
     G = Σ_a π(a|s') Q(s', a). Episodes that are still running at the end of training are not used.
     """
 
-    first_visit: bool = setting(True, "count only a pair's first visit in each episode; false: count every visit")
+    first_visit: bool = setting(
+        default=True, says="count only a pair's first visit in each episode; false: count every visit"
+    )
     learning_rate = "1/n"
 
     # Per environment the running episode so far.

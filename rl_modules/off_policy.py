@@ -17,7 +17,7 @@ from rl_modules.common.seeding import generator_of
 from rl_modules.common.stored_arguments import name_of
 from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
@@ -41,7 +41,7 @@ class OffPolicyActorCritic(ControlModule):
 
     supported_action_spaces = (spaces.Box,)
     experience = REPLAY_EVERY_STEP
-    target_network: Any
+    target_network: Any = made()
     #: Hidden widths where ``net_arch`` is None.
     default_net_arch: ClassVar[Sequence[int] | dict[str, list[int]]] = (256, 256)
     #: Learning rate of Adam where neither ``learning_rate`` nor ``optimizer`` is given.
@@ -51,27 +51,42 @@ class OffPolicyActorCritic(ControlModule):
     #: Whether the policy returns mean and log standard deviation; else actions.
     policy_is_gaussian = False
     # What an algorithm defines.
-    make_policy: Any
-    make_target: Any
-    choose: Any
-    noise_shape: Any
+    make_policy: Any = made()
+    make_target: Any = made()
+    choose: Any = made()
+    noise_shape: Any = made()
 
-    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
-    tau: float = setting(0.005, "step of the target networks per update", above=0, most=1)
-    n_critics: int = setting(2, "number of critics; targets use the smallest value of them", least=1)
+    gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
+    tau: float = setting(default=0.005, says="step of the target networks per update", above=0, most=1)
+    n_critics: int = setting(default=2, says="number of critics; targets use the smallest value of them", least=1)
     action_noise: Any = setting(
-        None, "added to the policy's actions in training, in units of half the action's range; None: none",
-        kind=ActionNoise | dict[str, Any] | None, check=lambda _, value: noises.from_plain(value),
-        stores=noises.to_plain)  # fmt: skip
+        default=None,
+        says="added to the policy's actions in training, in units of half the action's range; None: none",
+        kind=ActionNoise | dict[str, Any] | None,
+        check=lambda _, value: noises.from_plain(value),
+        stores=noises.to_plain,
+    )
     net_arch: list[int] | dict[str, list[int]] | None = setting(
-        None, 'hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none '
-        "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
+        default=None,
+        says='hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none '
+        "after a convolutional encoder",
+        attribute="",
+        check=check_widths,
+        idle=beside_network,
+    )
     layer_norm: bool = setting(
-        False, "layer normalisation before every activation of the critics", idle=beside_network)  # fmt: skip
+        default=False, says="layer normalisation before every activation of the critics", idle=beside_network
+    )
     dropout_rate: float = setting(
-        0.0, "share of the critics' hidden units that are zeroed in an update; targets use all of them", least=0,
-        below=1, idle=beside_network)  # fmt: skip
-    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+        default=0.0,
+        says="share of the critics' hidden units that are zeroed in an update; targets use all of them",
+        least=0,
+        below=1,
+        idle=beside_network,
+    )
+    activation_fn: str = setting(
+        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
+    )
 
     #: Updates of this run so far.
     n_updates: int = persistent(0)
@@ -97,9 +112,11 @@ class OffPolicyActorCritic(ControlModule):
         """Refuses actions that are no bounded Box of floats."""
         space = self.action_space
         if not (isinstance(space, spaces.Box) and space.is_bounded("both") and np.issubdtype(space.dtype, np.floating)):
-            raise UsageError(f"{type(self).__name__} acts with real numbers between bounds, for which the action space "
-                             f"must be a bounded Box of floats, not {space}; DQN, PPO, A2C and TRPO fit Discrete, "
-                             "and gymnasium.wrappers.TransformAction bounds a Box")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__} acts with real numbers between bounds, for which the action space "
+                f"must be a bounded Box of floats, not {space}; DQN, PPO, A2C and TRPO fit Discrete, "
+                "and gymnasium.wrappers.TransformAction bounds a Box"
+            )
         super().check_spaces()
 
     # ---------------------------------------------------------------- networks
@@ -130,8 +147,16 @@ class OffPolicyActorCritic(ControlModule):
             width: numbers in an action.
             net_arch: hidden widths.
         """
-        return Critics(self.observation_space, width, self.n_critics, net_arch, self.hparams["activation_fn"],
-                       self.n_outputs, self.layer_norm, self.dropout_rate)  # fmt: skip
+        return Critics(
+            self.observation_space,
+            width,
+            self.n_critics,
+            net_arch,
+            self.hparams["activation_fn"],
+            self.n_outputs,
+            self.layer_norm,
+            self.dropout_rate,
+        )
 
     # ---------------------------------------------------------------- acting
 
@@ -208,8 +233,9 @@ class OffPolicyActorCritic(ControlModule):
             ValueError: a target of another shape, such as [B, 1], which would be broadcast.
         """
         if target.shape != q.shape[1:]:
-            raise ValueError(f"td_target has shape {tuple(target.shape)}, expected {tuple(q.shape[1:])}, one number "
-                             "per transition")  # fmt: skip
+            raise ValueError(
+                f"td_target has shape {tuple(target.shape)}, expected {tuple(q.shape[1:])}, one number per transition"
+            )
         error = (q - target).square()
         return (error if weight is None else error * weight).mean(1).sum()
 
@@ -261,8 +287,12 @@ class OffPolicyActorCritic(ControlModule):
     def lists(self) -> dict[str, list[Tensor]]:
         """Trained parameters of policy and critics, and those and buffers of ``target`` and ``followed``, per epoch."""
         if self._lists is None:
-            parts = {"policy": self.network.policy, "critics": self.network.critics,
-                     "target": self.target_network, "followed": self.followed()}  # fmt: skip
+            parts = {
+                "policy": self.network.policy,
+                "critics": self.network.critics,
+                "target": self.target_network,
+                "followed": self.followed(),
+            }
             self._lists = {name: trainable(parts[name]) for name in ("policy", "critics")}
             # A learned α has a loss of its own.
             apart = {id(p) for p in [*self.network.parameters(), getattr(self, "log_ent_coef", None)]}

@@ -44,19 +44,36 @@ class PPO(ActorCriticModule):
     experience = MINIBATCHES
 
     clip_range: Any = setting(
-        0.2, "ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``", kind=float | str,
-        schedule=True, least=LEAST_CLIP_RANGE,
-        idle=lambda m: m.penalizes and "with policy_objective=penalty; set that to clip")  # fmt: skip
+        default=0.2,
+        says="ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``",
+        kind=float | str,
+        schedule=True,
+        least=LEAST_CLIP_RANGE,
+        idle=lambda m: m.penalizes and "with policy_objective=penalty; set that to clip",
+    )
     clip_range_vf: Any = setting(
-        None, "the same for the value, in units of return; None: no value clipping", kind=float | str | None,
-        schedule=True, least=LEAST_CLIP_RANGE)  # fmt: skip
+        default=None,
+        says="the same for the value, in units of return; None: no value clipping",
+        kind=float | str | None,
+        schedule=True,
+        least=LEAST_CLIP_RANGE,
+    )
     target_kl: Any = setting(
-        None, "in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never. "
-        "``penalty``: target of the KL in every rollout; None: 0.01", kind=float | None, above=0)  # fmt: skip
-    policy_objective: str = setting("clip", "``clip`` or ``penalty``", one_of=("clip", "penalty"), shapes_batch=True)
+        default=None,
+        says="in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never. "
+        "``penalty``: target of the KL in every rollout; None: 0.01",
+        kind=float | None,
+        above=0,
+    )
+    policy_objective: str = setting(
+        default="clip", says="``clip`` or ``penalty``", one_of=("clip", "penalty"), shapes_batch=True
+    )
     kl_coef: float = setting(
-        1.0, "initial β, in units of advantage per nat; for ``penalty`` only", above=0,
-        idle=lambda m: not m.penalizes and "with policy_objective=clip; set that to penalty")  # fmt: skip
+        default=1.0,
+        says="initial β, in units of advantage per nat; for ``penalty`` only",
+        above=0,
+        idle=lambda m: not m.penalizes and "with policy_objective=clip; set that to penalty",
+    )
 
     #: β, the coefficient of the KL penalty.
     beta: float = persistent(lambda m: m.kl_coef, argument="kl_coef")
@@ -115,8 +132,14 @@ class PPO(ActorCriticModule):
         if self.run.logs_this_epoch:
             ratio = log_prob.detach(), batch["log_prob"]
             clipped = {} if self.penalizes else {"clip_fraction": F.clip_fraction(*ratio, self.clip_range)}
-            self.record(policy_gradient_loss=policy_loss, value_loss=value_loss, entropy_loss=-policy.entropy().mean(),
-                        loss=loss, approx_kl=F.approx_kl(*ratio), **clipped)  # fmt: skip
+            self.record(
+                policy_gradient_loss=policy_loss,
+                value_loss=value_loss,
+                entropy_loss=-policy.entropy().mean(),
+                loss=loss,
+                approx_kl=F.approx_kl(*ratio),
+                **clipped,
+            )
         return self.loss_over_ranks(loss, len(log_prob))
 
     def policy_loss(self, log_prob: Tensor, batch: Minibatch) -> Tensor:

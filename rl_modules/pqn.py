@@ -57,18 +57,31 @@ class PQN(ControlModule):
     supported_action_spaces = (spaces.Discrete,)
     experience = Experience("rollouts", n_steps=128, batch_size=128, n_epochs=4)
 
-    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
-    q_lambda: float = setting(0.65, "λ: 0 for one-step targets, 1 for returns", least=0, most=1)
-    exploration_fraction: float = setting(0.5, "share of ``total_timesteps`` over which ε decays", above=0, most=1)
-    exploration_initial_eps: float = setting(1.0, "initial ε, the probability of a random action", least=0, most=1)
-    exploration_final_eps: float = setting(0.05, "final ε", least=0, most=1)
+    gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
+    q_lambda: float = setting(default=0.65, says="λ: 0 for one-step targets, 1 for returns", least=0, most=1)
+    exploration_fraction: float = setting(
+        default=0.5, says="share of ``total_timesteps`` over which ε decays", above=0, most=1
+    )
+    exploration_initial_eps: float = setting(
+        default=1.0, says="initial ε, the probability of a random action", least=0, most=1
+    )
+    exploration_final_eps: float = setting(default=0.05, says="final ε", least=0, most=1)
     max_grad_norm: float | None = setting(
-        10.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
-        "clipping", above=0)  # fmt: skip
+        default=10.0,
+        says="global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping",
+        above=0,
+    )
     net_arch: list[int] | None = setting(
-        None, "hidden widths; None: [120, 84], and [512] after a convolutional encoder", attribute="",
-        check=check_widths, idle=beside_network)  # fmt: skip
-    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+        default=None,
+        says="hidden widths; None: [120, 84], and [512] after a convolutional encoder",
+        attribute="",
+        check=check_widths,
+        idle=beside_network,
+    )
+    activation_fn: str = setting(
+        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
+    )
 
     #: ε, the probability of a random action.
     exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
@@ -118,9 +131,14 @@ class PQN(ControlModule):
         """Returns G of every transition, [T, N]: the advantage estimator's λ-return with max_a Q as the value."""
         value = rollout["value"]
         return value + F.gae(
-            rollout["reward"], value, rollout["next_value"], rollout["terminated"], rollout["truncated"],
-            self.gamma, self.q_lambda,
-        )  # fmt: skip
+            rollout["reward"],
+            value,
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["truncated"],
+            self.gamma,
+            self.q_lambda,
+        )
 
     def td_loss(self, q: Tensor, target: Tensor) -> Tensor:
         """Returns half the mean squared error of Q(s, a), a scalar."""

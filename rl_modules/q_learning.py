@@ -20,8 +20,10 @@ class QLearning(TabularControl):
     """
 
     double: bool = setting(  # type: ignore[assignment]
-        False, "two tables, each evaluating the other's best action, which removes the upward bias of the maximum",
-        attribute="uses_two_tables")  # fmt: skip
+        default=False,
+        says="two tables, each evaluating the other's best action, which removes the upward bias of the maximum",
+        attribute="uses_two_tables",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

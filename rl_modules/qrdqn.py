@@ -27,7 +27,7 @@ class QRDQN(DQN):
     are those of :class:`~rl_modules.dqn.DQN`. The names and defaults are sb3-contrib's.
     """
 
-    n_quantiles: int = setting(200, "N, quantiles per action", least=1)
+    n_quantiles: int = setting(default=200, says="N, quantiles per action", least=1)
     exploration_fraction = 0.005
     exploration_final_eps = 0.01
     max_grad_norm = None

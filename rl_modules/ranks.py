@@ -181,6 +181,7 @@ def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
 def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
     """This rank's state; a UsageError if the checkpoint has another number of ranks."""
     if len(states) != world_size:
-        raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
-                         "as many")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with as many"
+        )
     return states[rank]

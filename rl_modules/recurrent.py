@@ -27,41 +27,67 @@ class RecurrentMixin(ActorCriticModule):
     arguments are flat.
     """
 
-    rnn: str = setting("lstm", "``lstm`` or ``gru``", attribute="", one_of=("lstm", "gru"))
-    lstm_hidden_size: int = setting(256, "hidden size of the LSTM or GRU", attribute="", least=1)
-    n_lstm_layers: int = setting(1, "number of recurrent layers", attribute="", least=1)
-    shared_lstm: bool = setting(False, "the critic reads the policy's recurrent state, without gradient", attribute="")
+    rnn: str = setting(default="lstm", says="``lstm`` or ``gru``", attribute="", one_of=("lstm", "gru"))
+    lstm_hidden_size: int = setting(default=256, says="hidden size of the LSTM or GRU", attribute="", least=1)
+    n_lstm_layers: int = setting(default=1, says="number of recurrent layers", attribute="", least=1)
+    shared_lstm: bool = setting(
+        default=False, says="the critic reads the policy's recurrent state, without gradient", attribute=""
+    )
     enable_critic_lstm: bool = setting(
-        True, "the critic has its own LSTM or GRU; without both options it reads a linear layer of the observation's "
-        "features", attribute="")  # fmt: skip
+        default=True,
+        says="the critic has its own LSTM or GRU; without both options it reads a linear layer of the observation's "
+        "features",
+        attribute="",
+    )
     sequence_length: int | None = setting(
-        None, "steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout, or as much of "
-        "it as a minibatch holds", attribute="", least=1)  # fmt: skip
+        default=None,
+        says="steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout, or as much of "
+        "it as a minibatch holds",
+        attribute="",
+        least=1,
+    )
     burn_in: int = setting(
-        0, "steps before each sequence to unroll with the current weights, without gradient; 0: use the stored state",
-        attribute="", least=0)  # fmt: skip
+        default=0,
+        says="steps before each sequence to unroll with the current weights, without gradient; 0: use the stored state",
+        attribute="",
+        least=0,
+    )
     net_arch: list[int] | dict[str, list[int]] | None = changed(
         says='hidden widths after the recurrent layers, for policy and value, or ``{"pi": [...], "vf": [...]}``; None: '
-        "[64, 64], and none after a convolutional encoder")  # fmt: skip
+        "[64, 64], and none after a convolutional encoder"
+    )
     ortho_init: bool = changed(
         says="orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1 "
-        "(value head)")  # fmt: skip
+        "(value head)"
+    )
     network: Any = fixed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
         if hp.shared_lstm and hp.enable_critic_lstm:
-            raise UsageError("shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
-                             "policy's memory or its own; give enable_critic_lstm=False")  # fmt: skip
+            raise UsageError(
+                "shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
+                "policy's memory or its own; give enable_critic_lstm=False"
+            )
 
     def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
         """Policy, value function and their memories from the hyperparameters."""
         hp: Any = self.hparams
         return RecurrentActorCritic(
-            self.observation_space, self.action_space, hp.rnn, hp.lstm_hidden_size, hp.n_lstm_layers, hp.shared_lstm,
-            hp.enable_critic_lstm, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init, hp.use_sde,
-        )  # fmt: skip
+            self.observation_space,
+            self.action_space,
+            hp.rnn,
+            hp.lstm_hidden_size,
+            hp.n_lstm_layers,
+            hp.shared_lstm,
+            hp.enable_critic_lstm,
+            hp.net_arch,
+            hp.activation_fn,
+            hp.log_std_init,
+            hp.ortho_init,
+            hp.use_sde,
+        )
 
     # ---------------------------------------------------------------- acting
 
@@ -126,8 +152,10 @@ class RecurrentMixin(ActorCriticModule):
             rows = prepared["counts"].any(-1)
         if burn_in := self.hparams["burn_in"]:
             if steps < length + burn_in:
-                rank_zero_warn(f"burn_in={burn_in} does nothing: in rollouts of {steps} steps no sequence of {length} "
-                               "has as many before it; shorten sequence_length, or leave burn_in out")  # fmt: skip
+                rank_zero_warn(
+                    f"burn_in={burn_in} does nothing: in rollouts of {steps} steps no sequence of {length} "
+                    "has as many before it; shorten sequence_length, or leave burn_in out"
+                )
             prepared["burn_in"] = self._burn_in(stored, steps, length, burn_in)
         # Rows are sequences from here on; a sequence of one step may be a reset and no transition.
         return {**prepared, "valid": rows}
@@ -148,8 +176,9 @@ class RecurrentMixin(ActorCriticModule):
         if length is None:
             return max(d for d in range(1, steps + 1) if steps % d == 0 and d <= batch_size)
         if steps % length or length > batch_size:
-            raise UsageError(f"sequence_length={length} must divide n_steps={steps} and be at most batch_size="
-                             f"{batch_size}")  # fmt: skip
+            raise UsageError(
+                f"sequence_length={length} must divide n_steps={steps} and be at most batch_size={batch_size}"
+            )
         return length
 
     @staticmethod

@@ -39,13 +39,18 @@ class REINFORCE(ActorCriticModule):
     experience = WHOLE_ROLLOUTS
 
     psi: str = setting(
-        "reward_to_go", "Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``",
-        one_of=PSI)  # fmt: skip
+        default="reward_to_go",
+        says="Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``",
+        one_of=PSI,
+    )
     gae_lambda: float = changed(
-        idle=lambda m: None if m.psi == "advantage" else f"with psi={m.psi}; set that to advantage")  # fmt: skip
+        idle=lambda m: None if m.psi == "advantage" else f"with psi={m.psi}; set that to advantage"
+    )
     vf_coef: float = changed(
-        idle=lambda m: not m.has_critic
-        and f"with psi={m.psi}, which needs no values; set that to baseline or advantage")  # fmt: skip
+        idle=lambda m: (
+            not m.has_critic and f"with psi={m.psi}, which needs no values; set that to baseline or advantage"
+        )
+    )
     normalize_advantage = False
     max_grad_norm = None
     use_sde, sde_sample_freq = fixed(), fixed()

@@ -178,8 +178,10 @@ def build(module: Any) -> None:
     """Builds the network from the spaces among the hyperparameters."""
     hp = module.hparams
     if hp.get("observation_space") is None or hp.get("action_space") is None:
-        raise UsageError(f"{type(module).__name__} knows no spaces: train it with a datamodule, or give "
-                         "observation_space and action_space")  # fmt: skip
+        raise UsageError(
+            f"{type(module).__name__} knows no spaces: train it with a datamodule, or give "
+            "observation_space and action_space"
+        )
     module.action_space = space_from_dict(hp["action_space"])
     full = space_from_dict(hp["observation_space"])
     module.observation_space, module.masks_actions = split_space(full, module.action_space)
@@ -202,8 +204,10 @@ def begin_target(module: Any) -> None:
     """Copies the followed weights to a ``target_network`` of the same form, at the start of each fit."""
     if (target := module._modules.get("target_network")) is None:
         return
-    for ours, theirs in ((target.parameters(), module.followed().parameters()),
-                         (target.buffers(), module.followed().buffers())):  # fmt: skip
+    for ours, theirs in (
+        (target.parameters(), module.followed().parameters()),
+        (target.buffers(), module.followed().buffers()),
+    ):
         copies, originals = list(ours), list(theirs)
         if copies and [x.shape for x in copies] == [x.shape for x in originals]:
             torch._foreach_copy_(copies, originals)
@@ -223,9 +227,15 @@ def finish_rollout(module: Any) -> None:
 LOGGED = "log:"
 #: Reductions that ``log`` takes, by what Lightning accepts.
 REDUCE_FX: dict[Any, str] = {
-    "mean": "mean", torch.mean: "mean", "max": "max", torch.max: "max", "min": "min", torch.min: "min", "sum": "sum",
+    "mean": "mean",
+    torch.mean: "mean",
+    "max": "max",
+    torch.max: "max",
+    "min": "min",
+    torch.min: "min",
+    "sum": "sum",
     torch.sum: "sum",
-}  # fmt: skip
+}
 
 
 def draw(module: Any, name: str, value: Any, reduce_fx: Any, logger: bool | None) -> bool:
@@ -292,5 +302,7 @@ def require_finite_weights(module: Any) -> None:
     bad = next((name for name, p in named.items() if not torch.isfinite(p).all()), None)
     if bad is not None:  # else the square of a large weight is infinite
         module.source.metrics()  # names the environment if a recorded rollout was not finite
-        raise UsageError(f"after {module.source.num_timesteps:,} transitions the parameter {bad} is NaN or infinite; "
-                         "earlier checkpoints are untouched: lower learning_rate or max_grad_norm")  # fmt: skip
+        raise UsageError(
+            f"after {module.source.num_timesteps:,} transitions the parameter {bad} is NaN or infinite; "
+            "earlier checkpoints are untouched: lower learning_rate or max_grad_norm"
+        )

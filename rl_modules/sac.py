@@ -14,7 +14,7 @@ from rl_modules.base import beside_network, sde_sample_freq, use_sde, without_sd
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_before
 from rl_modules.contract import Minibatch, Replayed
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 
@@ -68,30 +68,43 @@ class SAC(OffPolicyActorCritic):
 
     policy_is_gaussian = True
     #: log α; None where α is fixed.
-    log_ent_coef: torch.nn.Parameter | None
+    log_ent_coef: torch.nn.Parameter | None = made()
 
     ent_coef: Any = setting(
-        "auto", "entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or "
-        "``auto_<number>`` to learn it from that number", kind=float | str, computed=lambda m: m.current_ent_coef(),
-        check=check_ent_coef)  # fmt: skip
+        default="auto",
+        says="entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or "
+        "``auto_<number>`` to learn it from that number",
+        kind=float | str,
+        computed=lambda m: m.current_ent_coef(),
+        check=check_ent_coef,
+    )
     target_entropy: Any = setting(
-        "auto", "target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action "
-        "dimensions", kind=float | str, attribute="", check=check_target_entropy,
-        idle=lambda m: not m.learns_ent_coef
-        and f"with the fixed ent_coef={m.hparams['ent_coef']!r}; set that to auto")  # fmt: skip
+        default="auto",
+        says="target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action "
+        "dimensions",
+        kind=float | str,
+        attribute="",
+        check=check_target_entropy,
+        idle=lambda m: not m.learns_ent_coef and f"with the fixed ent_coef={m.hparams['ent_coef']!r}; set that to auto",
+    )
     target_update_interval: int = setting(
-        1, "updates between two updates of the target critics", least=1, unit="update")  # fmt: skip
-    policy_delay: int = setting(1, "updates of the critics per update of policy and α", least=1, unit="update")
+        default=1, says="updates between two updates of the target critics", least=1, unit="update"
+    )
+    policy_delay: int = setting(
+        default=1, says="updates of the critics per update of policy and α", least=1, unit="update"
+    )
     target_subset: int | None = setting(
-        None,
-        "critics drawn at random in each update, whose smallest value is the target's, while the policy maximises "
+        default=None,
+        says="critics drawn at random in each update, whose smallest value is the target's, while the policy maximises "
         "the mean of all critics, as in REDQ; None: all, and the policy maximises their smallest value",
         least=1,
     )
     log_std_init: float = setting(
-        -3.0, "initial log standard deviation of the matrices' entries; only ``use_sde`` reads it", attribute="",
-        idle=lambda m: beside_network(m)
-        or without_sde(m))  # fmt: skip
+        default=-3.0,
+        says="initial log standard deviation of the matrices' entries; only ``use_sde`` reads it",
+        attribute="",
+        idle=lambda m: beside_network(m) or without_sde(m),
+    )
     use_sde: bool = use_sde()
     sde_sample_freq: int = sde_sample_freq("``train_freq`` steps")
 
@@ -225,9 +238,7 @@ class SAC(OffPolicyActorCritic):
         if self.target_subset is not None:
             next_q = next_q[batch["critic_order"][0].argsort()[: self.target_subset]]
         next_q = next_q.amin(0)
-        return F.soft_q_target(
-            batch["reward"], batch["terminated"], next_q, log_prob, ent_coef, batch["discount"]
-        )  # fmt: skip
+        return F.soft_q_target(batch["reward"], batch["terminated"], next_q, log_prob, ent_coef, batch["discount"])
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Half the squared error of each critic, mean over the minibatch, summed over critics.

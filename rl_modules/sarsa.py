@@ -26,8 +26,9 @@ class SARSA(TabularControl):
     """
 
     expected: bool = setting(
-        False, "bootstrap from the expectation over the policy instead of one action, which reduces "
-        "variance")  # fmt: skip
+        default=False,
+        says="bootstrap from the expectation over the policy instead of one action, which reduces variance",
+    )
 
     # Per environment the next state and the action that the last update drew for it; -1: none. On the CPU.
     _next_action: tuple[Tensor, Tensor] | None = persistent()

@@ -64,11 +64,15 @@ class StateDependentGaussian(DiagGaussian):
 def check_sde(module: Any) -> None:
     """Refuses state-dependent noise where it can't be used."""
     if not isinstance(module.action_space, spaces.Box):
-        raise UsageError(f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
-                         f"{module.action_space}; leave it false")  # fmt: skip
+        raise UsageError(
+            f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
+            f"{module.action_space}; leave it false"
+        )
     if module.hparams.get("network") is not None:
-        raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
-                         "instead of network, or use_sde=False")  # fmt: skip
+        raise UsageError(
+            "use_sde=True needs the features of the project's own networks; give features_extractor "
+            "instead of network, or use_sde=False"
+        )
 
 
 def exploring_act(module: Any) -> Callable[..., Any]:

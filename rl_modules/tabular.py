@@ -65,9 +65,11 @@ def _parse_step_size(learning_rate: float | str) -> Schedule:
     except UsageError:
         schedule = Schedule(0.0, False)
     if not 0 < schedule[0] <= 1:
-        raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
-                         "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "
-                         "and 1")  # fmt: skip
+        raise UsageError(
+            f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
+            "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "
+            "and 1"
+        )
     return schedule
 
 
@@ -85,20 +87,29 @@ class TabularControl(ControlModule):
     experience = EVERY_STEP
     n_tables = 1
 
-    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
     learning_rate: Any = setting(
-        0.1, "step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over "
+        default=0.1,
+        says="step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over "
         "``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or "
-        "``1/n^<w>`` with w in (½, 1), which weights recent targets more", kind=float | str,
-        check=check_step_size)  # fmt: skip
-    exploration_fraction: float = setting(0.1, "share of training over which ε falls", least=0, most=1, attribute="")
+        "``1/n^<w>`` with w in (½, 1), which weights recent targets more",
+        kind=float | str,
+        check=check_step_size,
+    )
+    exploration_fraction: float = setting(
+        default=0.1, says="share of training over which ε falls", least=0, most=1, attribute=""
+    )
     exploration_initial_eps: float = setting(
-        1.0, "ε at the start, the probability of a uniformly random action", least=0, most=1, attribute="")  # fmt: skip
+        default=1.0, says="ε at the start, the probability of a uniformly random action", least=0, most=1, attribute=""
+    )
     exploration_final_eps: float = setting(
-        0.05, "final ε; equal to the initial one: constant ε", least=0, most=1, attribute="")  # fmt: skip
+        default=0.05, says="final ε; equal to the initial one: constant ε", least=0, most=1, attribute=""
+    )
     initial_value: float = setting(
-        0.0, "initial value of all entries, in units of return; optimistic values cause exploration",
-        attribute="")  # fmt: skip
+        default=0.0,
+        says="initial value of all entries, in units of return; optimistic values cause exploration",
+        attribute="",
+    )
     optimizer, lr_scheduler, network, features_extractor = fixed(), fixed(), fixed(), fixed()
     optimizer_factory = scheduler_factory = None  # a table has none
     #: ε, the probability of a random action.
@@ -122,12 +133,16 @@ class TabularControl(ControlModule):
         super()._setup(stage)
         self.configure_model()
         if self.trainer.world_size > 1:
-            raise UsageError(f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "
-                             f"{self.trainer.world_size} processes, and raise n_envs instead")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "
+                f"{self.trainer.world_size} processes, and raise n_envs instead"
+            )
         self._model = self.source.transition_model()
         if self._model is not None and self._model.horizon is None and self._model.may_never_end():
-            raise UsageError(f"{self.source.env_name} has no time limit, so that an episode of a policy that goes in "
-                             "circles never ends; give it env_kwargs={'max_episode_steps': 200}")  # fmt: skip
+            raise UsageError(
+                f"{self.source.env_name} has no time limit, so that an episode of a policy that goes in "
+                "circles never ends; give it env_kwargs={'max_episode_steps': 200}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_model": None}
@@ -136,9 +151,11 @@ class TabularControl(ControlModule):
         """Refuses spaces without a finite table."""
         for name, space in (("observation", self.observation_space), ("action", self.action_space)):
             if not isinstance(space, spaces.Discrete):
-                raise UsageError(f"{type(self).__name__} looks values up in a table, for which the {name} space must "
-                                 f"be Discrete, not {space}; A2C, TRPO and PPO fit, and the wrapper "
-                                 "datamodules.envs.discrete.FlattenDiscrete numbers tuples of Discrete")  # fmt: skip
+                raise UsageError(
+                    f"{type(self).__name__} looks values up in a table, for which the {name} space must "
+                    f"be Discrete, not {space}; A2C, TRPO and PPO fit, and the wrapper "
+                    "datamodules.envs.discrete.FlattenDiscrete numbers tuples of Discrete"
+                )
 
     def build_network(self) -> None:
         n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)
@@ -270,10 +287,13 @@ class TabularControl(ControlModule):
         """Logs the exact returns of the greedy and of the optimal policy, where there is a transition table."""
         if self._model is None:
             return
-        write_evaluation(self, {
-            f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
-            f"{prefix}/optimal_return": self._model.optimal_return(),
-        })  # fmt: skip
+        write_evaluation(
+            self,
+            {
+                f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
+                f"{prefix}/optimal_return": self._model.optimal_return(),
+            },
+        )
 
     # ---------------------------------------------------------------- what Lightning asks for
 

@@ -33,11 +33,14 @@ class TD3(OffPolicyActorCritic):
     default_learning_rate = 1e-3
 
     policy_delay: int = setting(
-        2, "updates of the critics per update of policy and target networks", least=1, unit="update")  # fmt: skip
+        default=2, says="updates of the critics per update of policy and target networks", least=1, unit="update"
+    )
     target_policy_noise: float = setting(
-        0.2, "standard deviation of the noise on the target policy's actions, in units of half the action's range",
-        least=0)  # fmt: skip
-    target_noise_clip: float = setting(0.5, "bound on that noise", least=0)
+        default=0.2,
+        says="standard deviation of the noise on the target policy's actions, in units of half the action's range",
+        least=0,
+    )
+    target_noise_clip: float = setting(default=0.5, says="bound on that noise", least=0)
 
     # ---------------------------------------------------------------- networks
 

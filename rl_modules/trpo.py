@@ -16,7 +16,7 @@ from rl_modules.common.modules import tree_map
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
-from rl_modules.core.settings import changed, fixed, setting
+from rl_modules.core.settings import changed, fixed, made, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution
 from rl_modules.fast.adam import adam, clip_grad_norm
@@ -52,27 +52,35 @@ class TRPO(ActorCriticModule):
     """
 
     experience = WHOLE_ROLLOUTS
-    value_network: ValueNetwork
+    value_network: ValueNetwork = made()
 
     target_kl: Any = setting(
-        0.01, "the trust region's size, in nats; a number or a schedule, as for ``learning_rate``: under "
-        "``lin_<number>`` the policy's steps decay to 0", kind=float | str, schedule=True,
-        check=check_radius)  # fmt: skip
-    cg_max_steps: int = setting(15, "iterations of conjugate gradient", least=1)
-    cg_damping: float = setting(0.1, "added to the Fisher matrix's diagonal", least=0)
-    line_search_shrinking_factor: float = setting(0.8, "factor on a rejected step", above=0, below=1)
-    line_search_max_iter: int = setting(10, "maximum number of step lengths", least=1)
-    n_critic_updates: int = setting(10, "passes of the critic over each rollout", least=1)
+        default=0.01,
+        says="the trust region's size, in nats; a number or a schedule, as for ``learning_rate``: under "
+        "``lin_<number>`` the policy's steps decay to 0",
+        kind=float | str,
+        schedule=True,
+        check=check_radius,
+    )
+    cg_max_steps: int = setting(default=15, says="iterations of conjugate gradient", least=1)
+    cg_damping: float = setting(default=0.1, says="added to the Fisher matrix's diagonal", least=0)
+    line_search_shrinking_factor: float = setting(default=0.8, says="factor on a rejected step", above=0, below=1)
+    line_search_max_iter: int = setting(default=10, says="maximum number of step lengths", least=1)
+    n_critic_updates: int = setting(default=10, says="passes of the critic over each rollout", least=1)
     batch_size: int = setting(
-        128, "transitions per minibatch of the critic; the last one contains the remainder", least=1)  # fmt: skip
+        default=128, says="transitions per minibatch of the critic; the last one contains the remainder", least=1
+    )
     learning_rate: float | str | None = changed(
         says="of the critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as "
-        "``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3)")  # fmt: skip
+        "``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3)"
+    )
     optimizer: OptimizerFactory | None = changed(
-        says="callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5")  # fmt: skip
+        says="callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5"
+    )
     network: Any = changed(
         says="module class or callable that makes the policy network from both spaces: an import path, or class_path "
-        "with init_args; the critic is built from ``net_arch``. None: built from the other arguments")  # fmt: skip
+        "with init_args; the critic is built from ``net_arch``. None: built from the other arguments"
+    )
     net_arch: list[int] | dict[str, list[int]] | None = changed(idle=None)  # the critic reads them beside a network
     activation_fn: str = changed(idle=None)
     ortho_init: bool = changed(idle=None)
@@ -108,8 +116,13 @@ class TRPO(ActorCriticModule):
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])
-        return Minibatch(observation=rollout["observation"], action=rollout["action"], log_prob=rollout["log_prob"],
-                         advantage=advantage, returns=returns)  # fmt: skip
+        return Minibatch(
+            observation=rollout["observation"],
+            action=rollout["action"],
+            log_prob=rollout["log_prob"],
+            advantage=advantage,
+            returns=returns,
+        )
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         step = self.update_policy(batch)

@@ -126,8 +126,10 @@ def require_finite(name: str, observations: Any, reward: np.ndarray, finals: lis
             what, bad[t, i] = "observation", True
     if bad.any():
         t, i = np.argwhere(bad)[0]
-        raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; "
-                         "nothing was learned from it, and earlier checkpoints are untouched")  # fmt: skip
+        raise UsageError(
+            f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; "
+            "nothing was learned from it, and earlier checkpoints are untouched"
+        )
 
 
 def require_finite_evaluation(name: str, what: str, values: Any) -> None:
@@ -139,5 +141,7 @@ def require_finite_evaluation(name: str, what: str, values: Any) -> None:
     array = np.asarray(values)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         i = np.argwhere(~np.isfinite(array))[0, 0]
-        raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
-                         "evaluation has no result, and earlier checkpoints are untouched")  # fmt: skip
+        raise UsageError(
+            f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
+            "evaluation has no result, and earlier checkpoints are untouched"
+        )

@@ -31,14 +31,18 @@ class FlattenDiscrete(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):
         elif isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
             sizes, starts = [2] * space.shape[0], [0] * space.shape[0]
         else:
-            raise UsageError(f"FlattenDiscrete numbers a Tuple of Discrete, a MultiDiscrete or a MultiBinary, not the "
-                             f"observation space {space}")  # fmt: skip
+            raise UsageError(
+                f"FlattenDiscrete numbers a Tuple of Discrete, a MultiDiscrete or a MultiBinary, not the "
+                f"observation space {space}"
+            )
         combinations = 1
         for size in sizes:
             combinations *= size
         if combinations > 10_000_000:
-            raise UsageError(f"the observation space {space} has {combinations:,} combinations, too many for a table "
-                             "(10,000,000 at most)")  # fmt: skip
+            raise UsageError(
+                f"the observation space {space} has {combinations:,} combinations, too many for a table "
+                "(10,000,000 at most)"
+            )
         self._sizes, self._starts = sizes, starts
         self.observation_space = spaces.Discrete(combinations)
 

@@ -29,8 +29,10 @@ def make_engine(
     """Makes an engine's vector; see :func:`datamodules.envs.vector.make_vector_env`."""
     if wrappers or masks not in (None, IGNORED):
         what = "wrappers are" if wrappers else "action masks are"
-        raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
-                         f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
+        raise UsageError(
+            f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
+            f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'"
+        )
     name = environment_name(env_id)
     is_game = name.startswith("ALE/")
     if vectorization_mode == "envpool":
@@ -47,8 +49,10 @@ def make_engine(
         try:
             envs = gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
         except (gym.error.Error, TypeError) as error:
-            raise UsageError(f"env_id={name!r} has no vectorised engine that takes env_kwargs={env_kwargs}: {error}; "
-                             "use vectorization_mode='sync' or 'async'") from error  # fmt: skip
+            raise UsageError(
+                f"env_id={name!r} has no vectorised engine that takes env_kwargs={env_kwargs}: {error}; "
+                "use vectorization_mode='sync' or 'async'"
+            ) from error
         envs = SmallSeeds(envs) if is_game else envs
     return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
 
@@ -60,13 +64,17 @@ class EnvPoolVector(VectorEnv):
         try:
             import envpool
         except ImportError as error:
-            raise UsageError("vectorization_mode='envpool' needs a package that is not installed: pip install "
-                             "'lightning-rl-recipes[envpool]'") from error  # fmt: skip
+            raise UsageError(
+                "vectorization_mode='envpool' needs a package that is not installed: pip install "
+                "'lightning-rl-recipes[envpool]'"
+            ) from error
         known = envpool.list_all_envs()
         env_id = env_id.removeprefix("ALE/") if env_id.startswith("ALE/") else env_id
         if env_id not in known:
-            raise UsageError(f"env_id={env_id!r} has no engine in EnvPool{did_you_mean(env_id, known)}; use "
-                             "vectorization_mode='sync' or 'async'")  # fmt: skip
+            raise UsageError(
+                f"env_id={env_id!r} has no engine in EnvPool{did_you_mean(env_id, known)}; use "
+                "vectorization_mode='sync' or 'async'"
+            )
         self._make = envpool.make
         self._arguments = {"task_id": env_id, "env_type": "gymnasium", "num_envs": num_envs, **(env_kwargs or {})}
         self._pool: Any = self._new_pool(0)
@@ -82,8 +90,10 @@ class EnvPoolVector(VectorEnv):
         for name in ("observation_space", "action_space"):
             here, there = getattr(self, f"single_{name}"), getattr(env, name)
             if space_brief(here) != space_brief(there):
-                raise UsageError(f"EnvPool's {self._arguments['task_id']} has the {name} {space_brief(here)}, "
-                                 f"Gymnasium's {space_brief(there)}; use vectorization_mode='sync'")  # fmt: skip
+                raise UsageError(
+                    f"EnvPool's {self._arguments['task_id']} has the {name} {space_brief(here)}, "
+                    f"Gymnasium's {space_brief(there)}; use vectorization_mode='sync'"
+                )
 
     def _new_pool(self, seed: int) -> Any:
         seeds = np.random.SeedSequence(seed).generate_state(self._arguments["num_envs"]) >> 1
@@ -141,8 +151,10 @@ class AgentsVector(VectorEnv):
             final = [infos[i].get("terminal_observation") for i in range(self.num_envs)]
             alone = [i for i in np.flatnonzero(done) if final[i] is None]
             if alone:
-                raise UsageError(f"agent {alone[0]} ended before its game did (black_death=True), and the rows after "
-                                 "that are no transitions; end the episodes of all agents together")  # fmt: skip
+                raise UsageError(
+                    f"agent {alone[0]} ended before its game did (black_death=True), and the rows after "
+                    "that are no transitions; end the episodes of all agents together"
+                )
             info["final_obs"] = final
             info["_is_success"] = np.array(["is_success" in one for one in infos])
             if info["_is_success"].any():
@@ -163,27 +175,36 @@ def check_vector(envs: VectorEnv, data: Any) -> None:
     """Warns of arguments that a vector ignores, unread masks and an assumed autoreset mode; refuses an unknown mode."""
     given, name = data.hparams, data.env_name
     if data.environments.is_one_vector and data.env_kwargs:
-        raise UsageError(f"env_kwargs={data.env_kwargs} are for a callable that makes the environments; {name} was "
-                         "given as a vector")  # fmt: skip
+        raise UsageError(
+            f"env_kwargs={data.env_kwargs} are for a callable that makes the environments; {name} was given as a vector"
+        )
     declared = data.declared_settings
     names = ["vectorization_mode", "autoreset_mode", *(["n_envs"] if given.n_envs != envs.num_envs else [])]
     other = [f"{name}={given[name]}" for name in names if name in declared and given[name] != declared[name].default]
     if other:
-        rank_zero_warn(f"{name} is a vector of {envs.num_envs} environments, which brings its own number and way of "
-                       f"stepping: {', '.join(other)} does not apply")  # fmt: skip
+        rank_zero_warn(
+            f"{name} is a vector of {envs.num_envs} environments, which brings its own number and way of "
+            f"stepping: {', '.join(other)} does not apply"
+        )
     mode = envs.metadata.get("autoreset_mode")
     if mode is None:
-        rank_zero_warn(f"{name} has no metadata['autoreset_mode'] and is taken for one of AutoresetMode.NEXT_STEP: the "
-                       "step after an episode's end resets, and is no transition; set AutoresetMode.SAME_STEP there if "
-                       "the step that ends an episode resets")  # fmt: skip
+        rank_zero_warn(
+            f"{name} has no metadata['autoreset_mode'] and is taken for one of AutoresetMode.NEXT_STEP: the "
+            "step after an episode's end resets, and is no transition; set AutoresetMode.SAME_STEP there if "
+            "the step that ends an episode resets"
+        )
     elif not isinstance(mode, AutoresetMode):
-        raise UsageError(f"{name} has metadata['autoreset_mode']={mode!r}; it must be a member of "
-                         "gymnasium.vector.AutoresetMode, such as AutoresetMode.SAME_STEP")  # fmt: skip
+        raise UsageError(
+            f"{name} has metadata['autoreset_mode']={mode!r}; it must be a member of "
+            "gymnasium.vector.AutoresetMode, such as AutoresetMode.SAME_STEP"
+        )
     where = unread_masks(envs) if data.action_masks else None
     if where is not None:
-        rank_zero_warn(f"{name} gives action masks {where}, and only those in a vector's observations are read: the "
-                       "policy acts without masks; put them there as 'action_mask', give a callable that makes one "
-                       "environment, or action_masks=False")  # fmt: skip
+        rank_zero_warn(
+            f"{name} gives action masks {where}, and only those in a vector's observations are read: the "
+            "policy acts without masks; put them there as 'action_mask', give a callable that makes one "
+            "environment, or action_masks=False"
+        )
 
 
 def unread_masks(envs: VectorEnv) -> str | None:

@@ -90,8 +90,10 @@ class SeededEpisodes(gym.Wrapper):
         if (wrong := self._misfit(observation)) or info.__class__ is not dict:
             self._misfits.require(self.unwrapped, wrong, info)
         if self._refuses_masks and MASK in info:
-            raise UsageError("the environment's info has an action_mask after a step, but had none after the reset; "
-                             "give one there too, or data.action_masks=false")  # fmt: skip
+            raise UsageError(
+                "the environment's info has an action_mask after a step, but had none after the reset; "
+                "give one there too, or data.action_masks=false"
+            )
         if terminated or truncated:
             # An environment that returns the same objects each time overwrites them in the reset that follows.
             observation, info = copy.deepcopy(observation), dict(info)

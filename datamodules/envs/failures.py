@@ -43,13 +43,17 @@ def raise_in_one_sentence(envs: Any, name: str, error: BaseException) -> NoRetur
             process.terminate()
         envs.closed = True  # closing would wait for answers that never come
     if died:
-        raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from "
-                         "the last checkpoint with --resume") from error  # fmt: skip
+        raise UsageError(
+            f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from "
+            "the last checkpoint with --resume"
+        ) from error
     # The frame that called `exit()` is the environment's.
     place = [x for x in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in x.filename][-1]
     where = "its own traceback stands above" if processes else f"{place.filename}:{place.lineno}"
-    raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); fix it, then "
-                     "resume from the last checkpoint with --resume") from error  # fmt: skip
+    raise UsageError(
+        f"the environment {name} raised {type(error).__name__}: {error} ({where}); fix it, then "
+        "resume from the last checkpoint with --resume"
+    ) from error
 
 
 def refuse_environment(name: str, env_kwargs: dict[str, Any], error: BaseException) -> NoReturn:
@@ -71,8 +75,10 @@ def _remedy(name: str) -> str:
         game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
         return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
     near = did_you_mean(name, gym.registry)
-    return near or ("; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "
-                    "function that makes it as my_module:make_env")  # fmt: skip
+    return near or (
+        "; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "
+        "function that makes it as my_module:make_env"
+    )
 
 
 def missing_extra(who: str, message: str) -> str:

@@ -31,15 +31,19 @@ class ForeignBoundary(Boundary):
         self._require(self._misfit_of_batch(observation))
         merges = isinstance(info, dict) and isinstance(self.envs.unwrapped, SyncVectorEnv | AsyncVectorEnv)
         if merges and self.mode == AutoresetMode.SAME_STEP and (taken := sorted(ADDED.intersection(info))):
-            raise UsageError(f"the environments of {self.name} return {', '.join(taken)} in the infos of a reset, "
-                             "where Gymnasium puts those of an episode's end; call them otherwise")  # fmt: skip
+            raise UsageError(
+                f"the environments of {self.name} return {', '.join(taken)} in the infos of a reset, "
+                "where Gymnasium puts those of an episode's end; call them otherwise"
+            )
         return observation
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         returned: Any = super().step(action)
         if not isinstance(returned, tuple) or len(returned) != 5 or not isinstance(returned[4], dict):
-            raise UsageError(f"step of {self.name} must return observations, rewards, terminated, truncated and a "
-                             f"dictionary of infos, not {str(returned)[:80]}")  # fmt: skip
+            raise UsageError(
+                f"step of {self.name} must return observations, rewards, terminated, truncated and a "
+                f"dictionary of infos, not {str(returned)[:80]}"
+            )
         observation, *rows, info = returned
         self._require(self._misfit_of_batch(observation))
         rows = [self._row(*pair) for pair in zip(("reward", "terminated", "truncated"), rows, strict=True)]
@@ -61,9 +65,11 @@ class ForeignBoundary(Boundary):
     def final(self, info: dict[str, Any], batched: bool = False) -> Any:
         """Returns the final observations of a step in which the vector reset; ``batched``: checked as a batch."""
         if info.get("final_obs") is None:
-            raise UsageError(f"the environment {self.name} resets in the step in which an episode ends, and its infos "
-                             "have no final_obs; put the batch of final observations there, or reset in the next step "
-                             "and say so in metadata['autoreset_mode']")  # fmt: skip
+            raise UsageError(
+                f"the environment {self.name} resets in the step in which an episode ends, and its infos "
+                "have no final_obs; put the batch of final observations there, or reset in the next step "
+                "and say so in metadata['autoreset_mode']"
+            )
         if batched:
             self._require(self._misfit_of_batch(info["final_obs"]))
         return info["final_obs"]
@@ -78,8 +84,10 @@ class ForeignBoundary(Boundary):
         is_real = not row.is_complex() if isinstance(row, Tensor) else row.dtype.kind in "biuf"
         if row.shape != (self.envs.num_envs,) or not is_real:
             kind = "numbers" if what == "reward" else "truth values"
-            raise UsageError(f"the environment {self.name} returned {what} of shape {tuple(row.shape)} and dtype "
-                             f"{row.dtype}; it must be {self.envs.num_envs} {kind}")  # fmt: skip
+            raise UsageError(
+                f"the environment {self.name} returned {what} of shape {tuple(row.shape)} and dtype "
+                f"{row.dtype}; it must be {self.envs.num_envs} {kind}"
+            )
         return row
 
     def _require_own_memory(self, final: Any, done: np.ndarray) -> None:
@@ -92,10 +100,12 @@ class ForeignBoundary(Boundary):
             pairs = zip(tree_leaves(final[i]), tree_leaves(after_reset[i]), strict=False)
             shared = [np.shares_memory(*p) for p in pairs if all(isinstance(x, np.ndarray) and x.size for x in p)]
             if shared and all(shared):
-                raise UsageError(f"the environment {self.name} returns the same array in every step, which "
-                                 "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
-                                 "observation after the reset; return a copy (state.copy()), or give it "
-                                 "AutoresetMode.NEXT_STEP")  # fmt: skip
+                raise UsageError(
+                    f"the environment {self.name} returns the same array in every step, which "
+                    "SyncVectorEnv does not copy before it resets, so that its final_obs is the "
+                    "observation after the reset; return a copy (state.copy()), or give it "
+                    "AutoresetMode.NEXT_STEP"
+                )
 
 
 # ---------------------------------------------------------------- environments of evaluation
@@ -104,8 +114,10 @@ class ForeignBoundary(Boundary):
 def evaluation_vector(environments: Any, made: VectorEnv) -> VectorEnv:
     """Returns a vector of the user's, made for an evaluation, as one of arrays and without masks of its own."""
     if made is environments._made:
-        raise UsageError(f"{environments.name} was given as one vector, in which training steps: it can't be evaluated "
-                         "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
+        raise UsageError(
+            f"{environments.name} was given as one vector, in which training steps: it can't be evaluated "
+            "meanwhile; give a callable that makes it, or eval_freq=0"
+        )
     made = made if environments._mask_source is None else VectorWithoutMasks(made)
     return AsArrays(made) if returns_tensors(made, environments.seed) else made
 
@@ -116,5 +128,7 @@ def require_same_spaces(environments: Any, envs: VectorEnv, evaluates: bool) -> 
         pair = space_brief(getattr(environments, name)), space_brief(getattr(envs, f"single_{name}"))
         trained, evaluated = pair if evaluates else reversed(pair)
         if trained != evaluated:
-            raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {evaluated}, in "
-                             f"training it is {trained}; the policy needs the same")  # fmt: skip
+            raise UsageError(
+                f"eval_env_kwargs and eval_wrappers make environments with the {name} {evaluated}, in "
+                f"training it is {trained}; the policy needs the same"
+            )

@@ -30,8 +30,10 @@ def callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
     package = import_user_module(module, f"env_id={env_id!r}")
     found = None if attribute in gym.registry else member_of(package, attribute, f"env_id={env_id!r}")
     if found is not None and not callable(found):
-        raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
-                         "such as its class")  # fmt: skip
+        raise UsageError(
+            f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
+            "such as its class"
+        )
     return found
 
 
@@ -42,9 +44,11 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     if isinstance(wrapper, dict):
         path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
     if not isinstance(path, str):
-        raise UsageError(f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
-                         "class_path and init_args; to call code of your own, give env_id a function that makes and "
-                         "wraps the environment")  # fmt: skip
+        raise UsageError(
+            f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
+            "class_path and init_args; to call code of your own, give env_id a function that makes and "
+            "wraps the environment"
+        )
     module, _, name = path.replace(":", ".").rpartition(".")
     found = getattr(import_user_module(module or "gymnasium.wrappers", f"wrappers: {path!r}"), name, None)
     if found is None:
@@ -53,8 +57,13 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     try:
         declared = inspect.signature(found).parameters
         tuples = {name for name, argument in declared.items() if "tuple" in str(argument.annotation)}  # YAML has lists
-        return found(env, **{name: tuple(value) if isinstance(value, list) and name in tuples else value
-                             for name, value in arguments.items()})  # fmt: skip
+        return found(
+            env,
+            **{
+                name: tuple(value) if isinstance(value, list) and name in tuples else value
+                for name, value in arguments.items()
+            },
+        )
     except UsageError:
         raise
     except (gym.error.Error, TypeError, ValueError, AssertionError) as error:

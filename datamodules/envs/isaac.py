@@ -40,16 +40,20 @@ class IsaacVector(VectorEnv):
             mode = AutoresetMode.DISABLED
         if mode == AutoresetMode.SAME_STEP and not getattr(cfg, "compute_final_obs", False):
             name = "auto_reset=False" if hasattr(cfg, "auto_reset") else "compute_final_obs=True"
-            raise UsageError(f"{type(env.unwrapped).__name__} resets in the step in which an episode ends and keeps no "
-                             "final observation, so that the value after a time limit would be unknown; set "
-                             f"{name} in its configuration")  # fmt: skip
+            raise UsageError(
+                f"{type(env.unwrapped).__name__} resets in the step in which an episode ends and keeps no "
+                "final observation, so that the value after a time limit would be unknown; set "
+                f"{name} in its configuration"
+            )
         self.metadata = {"autoreset_mode": mode, "render_modes": []}
         self._is_cut = not getattr(cfg, "is_finite_horizon", False)
         self._now = env.reset()[0]
         self._group = next((x for x in POLICY if x in self._now), list(self._now)) if group is None else group
         if unknown := {self._group} - {*self._now} if isinstance(self._group, str) else {*self._group} - {*self._now}:
-            raise UsageError(f"group={group!r} has {', '.join(sorted(unknown))}, and the observations of "
-                             f"{type(env.unwrapped).__name__} have the groups {', '.join(self._now)}")  # fmt: skip
+            raise UsageError(
+                f"group={group!r} has {', '.join(sorted(unknown))}, and the observations of "
+                f"{type(env.unwrapped).__name__} have the groups {', '.join(self._now)}"
+            )
         self.single_observation_space = space_of(self._chosen(self._now))
         self.single_action_space = _bounded(env.unwrapped.single_action_space, action_limit)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)

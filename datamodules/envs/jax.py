@@ -88,11 +88,14 @@ class JaxVector(VectorEnv):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         here, kinds = self._jax.tree.flatten(self._now)
         if len(here) != len(state["leaves"]):
-            raise UsageError(f"the checkpoint holds {len(state['leaves'])} arrays of the environments' state, this "
-                             f"simulator has {len(here)}; resume with the version that it was written with"
-                             )  # fmt: skip
-        leaves = [self._jax.numpy.asarray(unpack(saved, np.array(leaf), "vector"))
-                  for saved, leaf in zip(state["leaves"], here, strict=True)]  # fmt: skip
+            raise UsageError(
+                f"the checkpoint holds {len(state['leaves'])} arrays of the environments' state, this "
+                f"simulator has {len(here)}; resume with the version that it was written with"
+            )
+        leaves = [
+            self._jax.numpy.asarray(unpack(saved, np.array(leaf), "vector"))
+            for saved, leaf in zip(state["leaves"], here, strict=True)
+        ]
         self._now = self._jax.tree.unflatten(kinds, leaves)
 
     def _tensors(self, values: Any) -> Any:

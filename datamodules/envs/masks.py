@@ -75,14 +75,18 @@ class ActionMasks(gym.Wrapper):
     def _masked(self, observation: Any, info: dict[str, Any], ended: bool) -> dict[str, Any]:
         mask = flat_mask(self._given(observation, info)).astype(np.uint8)
         if mask.size != self._size:
-            raise UsageError(f"the environment's action_mask has {mask.size} numbers; its action space "
-                             f"{self.action_space} has {self._size} options")  # fmt: skip
+            raise UsageError(
+                f"the environment's action_mask has {mask.size} numbers; its action space "
+                f"{self.action_space} has {self._size} options"
+            )
         allows = np.maximum.reduceat(mask, self._splits)
         if not allows.all():
             if not ended:
                 which = "" if len(allows) == 1 else f" for choice {int(np.flatnonzero(allows == 0)[0])}"
-                raise UsageError(f"the environment's action_mask allows no action{which}, but its episode goes on; end "
-                                 "the episode there, or allow an action")  # fmt: skip
+                raise UsageError(
+                    f"the environment's action_mask allows no action{which}, but its episode goes on; end "
+                    "the episode there, or allow an action"
+                )
             mask = np.zeros(self._size, np.uint8)  # nobody acts here; tables keep what they know of the state
         return join_mask(observation, mask)
 
@@ -92,6 +96,8 @@ class ActionMasks(gym.Wrapper):
         if self.source == "method":
             return self.env.get_wrapper_attr("action_masks")()
         if MASK not in info:
-            raise UsageError("the environment's info has no action_mask in this step, but had one after the reset; "
-                             "give one in every step, or data.action_masks=false")  # fmt: skip
+            raise UsageError(
+                "the environment's info has no action_mask in this step, but had one after the reset; "
+                "give one in every step, or data.action_masks=false"
+            )
         return info[MASK]

@@ -121,8 +121,10 @@ def _parse(layout: str) -> np.ndarray:
         if unknown is not None:
             raise UsageError(f"layout, line {number} ({line!r}): {unknown!r} is no cell; a maze is drawn with {legend}")
         if len(line) != len(lines[0]):
-            raise UsageError(f"layout, line {number} ({line!r}) has {len(line)} cells, line 1 ({lines[0]!r}) has "
-                             f"{len(lines[0])}; fill the shorter one with '#' or '.'")  # fmt: skip
+            raise UsageError(
+                f"layout, line {number} ({line!r}) has {len(line)} cells, line 1 ({lines[0]!r}) has "
+                f"{len(lines[0])}; fill the shorter one with '#' or '.'"
+            )
     for needed in "SG":
         if not any(needed in line for line in lines):
             raise UsageError(f"layout={layout!r} has no {CHARACTERS[needed]}; draw at least one {needed!r}")

@@ -76,8 +76,10 @@ def numbers(env: gym.Env, reward: Any, terminated: Any, truncated: Any) -> tuple
 
 def of_reset(env: gym.Env, returned: Any) -> UsageError:
     """What is said of a reset that returned something else than an observation and infos."""
-    return UsageError(f"reset of {_name(env)} returned {_kind(returned)}; Gymnasium's reset returns (observation, "
-                      "info), and that of the old Gym the observation alone")  # fmt: skip
+    return UsageError(
+        f"reset of {_name(env)} returned {_kind(returned)}; Gymnasium's reset returns (observation, "
+        "info), and that of the old Gym the observation alone"
+    )
 
 
 def of_keywords(env: gym.Env, error: TypeError) -> UsageError:
@@ -87,9 +89,10 @@ def of_keywords(env: gym.Env, error: TypeError) -> UsageError:
 
 def of_step(env: gym.Env, returned: Any) -> UsageError:
     """What is said of a step that returned another number of values."""
-    return UsageError(f"step of {_name(env)} returned {_kind(returned)}; Gymnasium's step returns 5: observation, "
-                      "reward, terminated, truncated, info (the old Gym returned done in place of the two)"
-                      )  # fmt: skip
+    return UsageError(
+        f"step of {_name(env)} returned {_kind(returned)}; Gymnasium's step returns 5: observation, "
+        "reward, terminated, truncated, info (the old Gym returned done in place of the two)"
+    )
 
 
 def _refusal(env: gym.Env, what: str, value: Any, kind: str) -> UsageError:

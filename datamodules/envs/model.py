@@ -139,8 +139,9 @@ def transition_model(env: gym.Env) -> TransitionModel | None:
     n_states, n_actions = int(state_space.n), int(action_space.n)
     size = 8 * (n_states + 1) ** 2 * n_actions
     if size > _MOST_BYTES:
-        rank_zero_warn(f"{env}: its transition table would take {size / 1024**3:.1f} GiB, so that nothing is "
-                       "evaluated exactly")  # fmt: skip
+        rank_zero_warn(
+            f"{env}: its transition table would take {size / 1024**3:.1f} GiB, so that nothing is evaluated exactly"
+        )
         return None
     transition = torch.zeros(n_states + 1, n_actions, n_states + 1, dtype=torch.float64)
     reward = torch.zeros(n_states + 1, n_actions, dtype=torch.float64)

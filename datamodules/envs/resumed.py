@@ -28,8 +28,10 @@ def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> Non
 
 
 def _begin_anew(collector: Any, which: np.ndarray, why: str) -> None:
-    rank_zero_warn(f"{collector.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because "
-                   f"{why}; from here on the run differs from one that was never stopped.")  # fmt: skip
+    rank_zero_warn(
+        f"{collector.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because "
+        f"{why}; from here on the run differs from one that was never stopped."
+    )
     collector._resets_next[which] = False
     collector.episode_start[which] = True
     collector.begun_anew |= which
@@ -56,10 +58,12 @@ def repeat_episodes(
     envs.set_attr("episode_state", replays)
     now = [tree_leaves(observation_arrays(space, o, double=True)) for o in envs.get_attr("last_observation")]
     then = tree_leaves(reached)
-    return np.array([
-        any(not np.array_equal(a.astype(b.dtype), b[i]) for a, b in zip(leaves, then, strict=True))
-        for i, leaves in enumerate(now)
-    ])  # fmt: skip
+    return np.array(
+        [
+            any(not np.array_equal(a.astype(b.dtype), b[i]) for a, b in zip(leaves, then, strict=True))
+            for i, leaves in enumerate(now)
+        ]
+    )
 
 
 def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
@@ -77,8 +81,10 @@ def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> di
     """Begins the next episode in the chosen environments; returns their first observations by index."""
     states = envs.get_attr("episode_state")
     begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
-    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
-             for s, w in zip(states, which, strict=True)]  # fmt: skip
+    fresh = [
+        {**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
+        for s, w in zip(states, which, strict=True)
+    ]
     envs.set_attr("episode_state", fresh)
     last = envs.get_attr("last_observation")
     return {int(i): observation_arrays(space, last[i], double=True) for i in np.flatnonzero(which)}

@@ -34,11 +34,15 @@ def environment_name(env_id: EnvId) -> str:
         return type(env_id.unwrapped).__name__
     if isinstance(env_id, gym.Env):
         name = env_id.spec.id if env_id.spec is not None else f"package.module:make_{type(env_id).__name__.lower()}"
-        raise UsageError(f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
-                         f"give its id or a callable that makes it, as in RolloutDataModule({name!r})")  # fmt: skip
+        raise UsageError(
+            f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
+            f"give its id or a callable that makes it, as in RolloutDataModule({name!r})"
+        )
     if not callable(env_id):
-        raise UsageError(f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
-                         "returns an environment")  # fmt: skip
+        raise UsageError(
+            f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
+            "returns an environment"
+        )
     target = getattr(env_id, "func", env_id)  # functools.partial
     return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
 
@@ -61,8 +65,9 @@ def make_env(
     """One environment with its wrappers, the first innermost, and masks by :func:`mask_source`; or a vector."""
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
-        raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
-                         "brings its own")  # fmt: skip
+        raise UsageError(
+            f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which brings its own"
+        )
     if wrappers:
         from datamodules.envs.imported import wrap
 
@@ -117,8 +122,10 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         if factory is not None:
             made = as_vector(factory(**env_kwargs))
             if not isinstance(made, gym.Env | VectorEnv):
-                raise UsageError(f"env_id={name!r} returned {type(made).__name__}; it must return a gymnasium.Env or a "
-                                 "gymnasium.vector.VectorEnv")  # fmt: skip
+                raise UsageError(
+                    f"env_id={name!r} returned {type(made).__name__}; it must return a gymnasium.Env or a "
+                    "gymnasium.vector.VectorEnv"
+                )
             return made
         if str(env_id).startswith("ALE/"):
             from datamodules.envs.imported import register_games
@@ -144,8 +151,10 @@ def mask_source(env: gym.Env) -> str | None:
     if isinstance(env.observation_space, spaces.Dict) and MASK in env.observation_space.spaces:
         shape = env.observation_space[MASK].shape
         if shape != (size,):
-            raise UsageError(f"the observation's action_mask has shape {shape}, but the action space "
-                             f"{env.action_space} has {size} options; give one number for each")  # fmt: skip
+            raise UsageError(
+                f"the observation's action_mask has shape {shape}, but the action space "
+                f"{env.action_space} has {size} options; give one number for each"
+            )
         return "observation"
     if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
         return "method"

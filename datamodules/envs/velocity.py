@@ -29,8 +29,9 @@ class MaskVelocity(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):
         gym.ObservationWrapper.__init__(self, env)
         name = "" if env.spec is None else env.spec.name
         if name not in VELOCITIES or not isinstance(env.observation_space, spaces.Box):
-            raise UsageError(f"wrappers: MaskVelocity knows the velocities of {', '.join(VELOCITIES)}, not of "
-                             f"{name or env}")  # fmt: skip
+            raise UsageError(
+                f"wrappers: MaskVelocity knows the velocities of {', '.join(VELOCITIES)}, not of {name or env}"
+            )
         self._kept = np.ones(env.observation_space.shape, env.observation_space.dtype)
         self._kept[VELOCITIES[name]] = 0
 

@@ -13,8 +13,13 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "RewardFunctions", "Task", "bayes_accuracy", "load_records", "load_reward_func", "make_task",
-]  # fmt: skip
+    "RewardFunctions",
+    "Task",
+    "bayes_accuracy",
+    "load_records",
+    "load_reward_func",
+    "make_task",
+]
 
 if TYPE_CHECKING:
     from datamodules.language.on_demand import load_records

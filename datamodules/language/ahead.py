@@ -83,8 +83,10 @@ class WrittenAhead(Stateful):
 def round_ahead(data: Any, n_prompts: int) -> dict[str, Any]:
     """Returns a round that was written while earlier generations trained, and asks for further ones."""
     if not hasattr(data.policy, "correction"):
-        raise UsageError(f"async_generations={data.async_generations} writes with older weights, which "
-                         f"{type(data.policy).__name__} does not correct for; set it to 0")  # fmt: skip
+        raise UsageError(
+            f"async_generations={data.async_generations} writes with older weights, which "
+            f"{type(data.policy).__name__} does not correct for; set it to 0"
+        )
     data.policy.update_sampler()
     if not data._ahead.rounds:
         data._ahead.ask(data._reserve(n_prompts))

@@ -1,7 +1,7 @@
 """Arguments of the language datamodules, what a checkpoint holds of them, and what they make of evaluations."""
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -14,8 +14,10 @@ from rl_modules.core.settings import setting
 def check_chat_template(name: str, value: Any) -> Any:
     """Refuses a template, which belongs to the tokenizer."""
     if not isinstance(value, bool | None):
-        raise UsageError(f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
-                         "chat_template.jinja in its folder")  # fmt: skip
+        raise UsageError(
+            f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
+            "chat_template.jinja in its folder"
+        )
     return value
 
 
@@ -23,8 +25,10 @@ def check_files(name: str, value: Any) -> Any:
     """Refuses what names no file, such as a dataset; None alone is no file."""
     for file in value.values() if isinstance(value, dict) else [] if value is None else [value]:
         if not isinstance(file, str | os.PathLike):
-            raise UsageError(f"{name} has a {type(file).__name__}, where the name of a file should be; give datasets "
-                             "as dataset, held-out rows as a split of a DatasetDict")  # fmt: skip
+            raise UsageError(
+                f"{name} has a {type(file).__name__}, where the name of a file should be; give datasets "
+                "as dataset, held-out rows as a split of a DatasetDict"
+            )
     return value
 
 
@@ -67,90 +71,147 @@ class LanguageArguments(Experience):
     """The arguments of the language datamodules, and the checks of one against another."""
 
     #: Columns that training records must have, and held-out ones.
-    required: tuple[str, ...] = ("prompt",)
-    eval_required: tuple[str, ...] = ("prompt",)
+    required: ClassVar[tuple[str, ...]] = ("prompt",)
+    eval_required: ClassVar[tuple[str, ...]] = ("prompt",)
     #: Columns of files and datasets that are read as text; reward functions get the others as they are.
-    texts: tuple[str, ...] = ()
+    texts: ClassVar[tuple[str, ...]] = ()
 
     task: Any = setting(
-        None, "a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
+        default=None,
+        says="a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
         "path of a Task; or a list of sources with weights, ``[{name: addition, weight: 2}, {path: more.jsonl}]``. "
-        "None: ``path`` or ``dataset``", kind=str | list[dict[str, Any]] | None, positional=True,
-        stores=named_functions)  # fmt: skip
-    task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
-    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records", check=check_files)
+        "None: ``path`` or ``dataset``",
+        kind=str | list[dict[str, Any]] | None,
+        kw_only=False,
+        stores=named_functions,
+    )
+    task_kwargs: dict[str, Any] | None = setting(default=None, says="the task's own settings")
+    path: str | None = setting(
+        default=None, says="JSONL, parquet, arrow or csv file of training records", check=check_files
+    )
     eval_path: Any = setting(
-        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from; or "
+        default=None,
+        says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from; or "
         "several by name, ``{easy: easy.jsonl, hard: hard.jsonl}``, each with metrics of its own",
-        kind=str | dict[str, str] | None, check=check_files)  # fmt: skip
+        kind=str | dict[str, str] | None,
+        check=check_files,
+    )
     dataset: Any = setting(
-        None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
-        "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
-    dataset_config: str | None = setting(None, "the hub dataset's configuration")
-    dataset_split: str = setting("train", "split to train on, or a part of it, ``train[:90%]``")
+        default=None,
+        says="hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
+        "``DatasetDict``",
+        kind=str | None,
+        stores=name_of_dataset,
+    )
+    dataset_config: str | None = setting(default=None, says="the hub dataset's configuration")
+    dataset_split: str = setting(default="train", says="split to train on, or a part of it, ``train[:90%]``")
     eval_split: str = setting(
-        "test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``",
-        idle=lambda data: data.eval_path is not None and "beside eval_path; leave that out")  # fmt: skip
+        default="test",
+        says="split of the dataset to evaluate on, or a part of it; without ``eval_path``",
+        idle=lambda data: data.eval_path is not None and "beside eval_path; leave that out",
+    )
     columns: dict[str, str] | None = setting(
-        None, "source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
-        '"{context} {question}"}``; None: same names')  # fmt: skip
-    answer_after: str | None = setting(None, "keep only the part of the answer after this text, such as ``####``")
+        default=None,
+        says="source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
+        '"{context} {question}"}``; None: same names',
+    )
+    answer_after: str | None = setting(
+        default=None, says="keep only the part of the answer after this text, such as ``####``"
+    )
     system_prompt: str | None = setting(
-        None, "first message of every conversation without a system message of its own, for models with a chat "
-        "template")  # fmt: skip
+        default=None,
+        says="first message of every conversation without a system message of its own, for models with a chat template",
+    )
     chat_template: bool | None = setting(
-        None, "render prompts with the tokenizer's chat template; None: where it has one",
-        check=check_chat_template)  # fmt: skip
+        default=None,
+        says="render prompts with the tokenizer's chat template; None: where it has one",
+        check=check_chat_template,
+    )
     chat_template_kwargs: dict[str, Any] | None = setting(
-        None, "variables of the chat template, such as ``{enable_thinking: false}``; a record's own column of that "
-        "name wins")  # fmt: skip
+        default=None,
+        says="variables of the chat template, such as ``{enable_thinking: false}``; a record's own column of that "
+        "name wins",
+    )
     overlong: str = setting(
-        "error", "what to do with records that the model can't take: ``error``, or ``drop`` with a printed count",
-        one_of=("error", "drop"))  # fmt: skip
+        default="error",
+        says="what to do with records that the model can't take: ``error``, or ``drop`` with a printed count",
+        one_of=("error", "drop"),
+    )
     streaming: bool = setting(
-        False, "read training records as they are needed, so that they need not fit into memory: from a JSONL, "
+        default=False,
+        says="read training records as they are needed, so that they need not fit into memory: from a JSONL, "
         "parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are "
-        "loaded")  # fmt: skip
+        "loaded",
+    )
     streaming_buffer: int = setting(
-        10_000, "records that are shuffled together while streaming; two such blocks are in memory",
-        least=1)  # fmt: skip
+        default=10_000,
+        says="records that are shuffled together while streaming; two such blocks are in memory",
+        least=1,
+    )
     n_train: int | None = setting(
-        None, "training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
-        least=1)  # fmt: skip
-    n_eval: int = setting(256, "held-out records per evaluation, over all ranks; 0: none", least=0)
+        default=None,
+        says="training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
+        least=1,
+    )
+    n_eval: int = setting(default=256, says="held-out records per evaluation, over all ranks; 0: none", least=0)
     batch_size: int = setting(
-        64, "sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
-        "micro-batches without changing the step", least=1)  # fmt: skip
+        default=64,
+        says="sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
+        "micro-batches without changing the step",
+        least=1,
+    )
     reward_funcs: Any = setting(
-        None, "one or several names or import paths of reward functions (TRL's signature), with settings as "
+        default=None,
+        says="one or several names or import paths of reward functions (TRL's signature), with settings as "
         "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
         "whether a completion is right: its value must reach ``correct_threshold``",
-        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None, stores=named_functions)  # fmt: skip
+        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None,
+        stores=named_functions,
+    )
     reward_time_limit_s: float | None = setting(
-        None, "longest that one reward function may take for one batch; None: no limit", above=0)  # fmt: skip
+        default=None, says="longest that one reward function may take for one batch; None: no limit", above=0
+    )
     reward_workers: int = setting(
-        1, "reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of whole "
+        default=1,
+        says="reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of whole "
         "prompts. For functions that wait for a service or a process, and may be called from several threads",
-        least=1)  # fmt: skip
+        least=1,
+    )
     reward_overlap: bool = setting(
-        False, "call the reward functions on a prompt's completions as soon as they have ended, while others are "
-        "written. Each function then gets the completions of one prompt per call, from threads")  # fmt: skip
-    correct_threshold: float = setting(1.0, "least value of the first reward function that counts as right")
+        default=False,
+        says="call the reward functions on a prompt's completions as soon as they have ended, while others are "
+        "written. Each function then gets the completions of one prompt per call, from threads",
+    )
+    correct_threshold: float = setting(
+        default=1.0, says="least value of the first reward function that counts as right"
+    )
     eval_steps: int = setting(
-        0, "optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none",
-        least=0)  # fmt: skip
+        default=0,
+        says="optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none",
+        least=0,
+    )
     eval_on_start: bool = setting(
-        True, "where there are evaluations, evaluate before the first update too. A resumed run does not repeat "
-        "it")  # fmt: skip
+        default=True,
+        says="where there are evaluations, evaluate before the first update too. A resumed run does not repeat it",
+    )
     eval_num_generations: int = setting(
-        1, "completions per held-out prompt, the k of pass@k and cons@k", least=1,
-        idle=lambda data: data.eval_temperature == 0 and "at eval_temperature=0, where completions of a prompt are all "
-        "the same; set that above 0")  # fmt: skip
-    eval_temperature: float = setting(0.0, "of those completions; 0: the likeliest words", least=0)
-    eval_top_p: float | None = setting(None, "nucleus of those completions; None: all words", above=0, most=1)
-    eval_max_completion_length: int | None = setting(None, "tokens; None: the module's", least=1)
-    eval_batch_size: int = setting(256, "completions (or pairs) that are computed together", least=1)
-    seed: int = setting(0, "the source of every stream of randomness: tasks, order, sampling, new weights", least=0)
+        default=1,
+        says="completions per held-out prompt, the k of pass@k and cons@k",
+        least=1,
+        idle=lambda data: (
+            data.eval_temperature == 0
+            and "at eval_temperature=0, where completions of a prompt are all the same; set that above 0"
+        ),
+    )
+    eval_temperature: float = setting(default=0.0, says="of those completions; 0: the likeliest words", least=0)
+    eval_top_p: float | None = setting(
+        default=None, says="nucleus of those completions; None: all words", above=0, most=1
+    )
+    eval_max_completion_length: int | None = setting(default=None, says="tokens; None: the module's", least=1)
+    eval_batch_size: int = setting(default=256, says="completions (or pairs) that are computed together", least=1)
+    seed: int = setting(
+        default=0, says="the source of every stream of randomness: tasks, order, sampling, new weights", least=0
+    )
 
     def __post_init__(self) -> None:
         hp: Any = self.hparams
@@ -160,12 +221,15 @@ class LanguageArguments(Experience):
         for name, sources in _SOURCES_OF.items():
             usual = self.declared_settings[name].default if name in self.declared_settings else None
             if given[0] not in sources and hp.get(name) not in (None, {}, usual):
-                raise UsageError(f"{name}={hp[name]!r} is read with a {' or '.join(sources)}, and the records "
-                                 f"come from {given[0]}={hp[given[0]]!r}; leave it out, or give a "
-                                 f"{sources[-1]}")  # fmt: skip
+                raise UsageError(
+                    f"{name}={hp[name]!r} is read with a {' or '.join(sources)}, and the records "
+                    f"come from {given[0]}={hp[given[0]]!r}; leave it out, or give a "
+                    f"{sources[-1]}"
+                )
         if hp.streaming and hp.n_train is not None:
-            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; n_train={hp.n_train} "
-                             "can't go with it")  # fmt: skip
+            raise UsageError(
+                f"streaming=true reads a file or dataset whole, pass after pass; n_train={hp.n_train} can't go with it"
+            )
 
 
 def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:
@@ -174,8 +238,10 @@ def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:
     # Lightning sets no number where the interval is a time.
     given = getattr(trainer, "val_check_interval", "a time")
     if given not in (1.0, getattr(trainer, _OWN_INTERVAL, None)) and not (steps and given == "a time"):
-        notice(f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
-               "optimizer steps between evaluations (0: none)")  # fmt: skip
+        notice(
+            f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
+            "optimizer steps between evaluations (0: none)"
+        )
     if steps:
         trainer.val_check_interval = steps * trainer.accumulate_grad_batches
         setattr(trainer, _OWN_INTERVAL, trainer.val_check_interval)

@@ -43,8 +43,10 @@ class LanguageDataModule(LanguageArguments):
         self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
         funcs = [] if self.task is None else self.task.reward_funcs
         if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
-            raise UsageError(f"task {self.task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
-                             "list of functions should be")  # fmt: skip
+            raise UsageError(
+                f"task {self.task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
+                "list of functions should be"
+            )
         if self.reward_funcs:
             from datamodules.language.rewards import load_reward_funcs
 
@@ -99,8 +101,10 @@ class LanguageDataModule(LanguageArguments):
         if stage == "fit":
             warn_of_idle(self, self.idle_arguments())
             if batches := getattr(self.trainer, "overfit_batches", 0):
-                notice(f"overfit_batches={batches} repeats no batch: they are made anew in every "
-                       f"pass; give n_train={self.batch_size}, a batch, to learn it by heart")  # fmt: skip
+                notice(
+                    f"overfit_batches={batches} repeats no batch: they are made anew in every "
+                    f"pass; give n_train={self.batch_size}, a batch, to learn it by heart"
+                )
             self._passes = self.order_of_records()
             evaluate_every(self.learner_trainer, self.eval_steps, self.eval_on_start)
 
@@ -160,8 +164,12 @@ class LanguageDataModule(LanguageArguments):
         for i, ids in enumerate(prompts):
             if not ids:
                 place = place_of(records[i], f"{self.source}: record {i}")
-                raise refuse(place, "prompt", "is empty, where a text should be: the first token of an answer needs "
-                             "something that predicts it; write one, or leave the row out")  # fmt: skip
+                raise refuse(
+                    place,
+                    "prompt",
+                    "is empty, where a text should be: the first token of an answer needs "
+                    "something that predicts it; write one, or leave the row out",
+                )
 
     @property
     def encoder(self) -> Any:
@@ -206,9 +214,11 @@ class LanguageDataModule(LanguageArguments):
 
         def of_an_epoch() -> Iterator[Batch]:
             if (now := self._n_micro) != n_micro:
-                raise UsageError(f"GradientAccumulationScheduler changed accumulate_grad_batches from {n_micro} to "
-                                 f"{now} within the run, but Lightning keeps the number of micro-batches of batch_size="
-                                 f"{self.batch_size}; give one number to the Trainer")  # fmt: skip
+                raise UsageError(
+                    f"GradientAccumulationScheduler changed accumulate_grad_batches from {n_micro} to "
+                    f"{now} within the run, but Lightning keeps the number of micro-batches of batch_size="
+                    f"{self.batch_size}; give one number to the Trainer"
+                )
             return micro_batches()
 
         return LazyLoader(steps * n_micro, of_an_epoch)
@@ -271,12 +281,15 @@ class LanguageDataModule(LanguageArguments):
         rank, ranks = self._rank, self._world_size
         share, rest = divmod(records, ranks)
         if not share:
-            raise UsageError(f"n_eval={self.n_eval} gives {records} held-out records, less than one for each of "
-                             f"{ranks} ranks")  # fmt: skip
+            raise UsageError(
+                f"n_eval={self.n_eval} gives {records} held-out records, less than one for each of {ranks} ranks"
+            )
         # Where weights are sharded, ranks call the model together, and must have as many records.
         if rest and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
-            notice(f"{self.source}: {records - rest} of {records} held-out records are evaluated, for each of {ranks} "
-                   "ranks with sharded weights has as many; give an n_eval that they divide")  # fmt: skip
+            notice(
+                f"{self.source}: {records - rest} of {records} held-out records are evaluated, for each of {ranks} "
+                "ranks with sharded weights has as many; give an n_eval that they divide"
+            )
             rest = 0
         first = rank * share + min(rank, rest)
         last = first + share + (rank < rest)
@@ -304,9 +317,13 @@ class LanguageDataModule(LanguageArguments):
         return {**scored, **texts, "logged": self.rewards.take_notes()["logged"]}
 
     def complete(
-        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
-        num_generations: int, **how: Any,
-    ) -> Completions:  # fmt: skip
+        self,
+        act: Callable[..., Completions],
+        records: Sequence[Record],
+        seeds: Sequence[int],
+        num_generations: int,
+        **how: Any,
+    ) -> Completions:
         """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments."""
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 

@@ -54,8 +54,9 @@ def message_of(text: str, form: str | None = None, special: Sequence[str] = ()) 
     the one whose marker stands in the text.
     """
     if form is not None and form not in FORMATS:
-        raise UsageError(f"format {form!r} of tool calls must be one of {', '.join(FORMATS)}"
-                         f"{did_you_mean(form, FORMATS)}")  # fmt: skip
+        raise UsageError(
+            f"format {form!r} of tool calls must be one of {', '.join(FORMATS)}{did_you_mean(form, FORMATS)}"
+        )
     while end := next((token for token in special if text.endswith(token)), None):
         text = text.removesuffix(end)
     thought, closed, rest = text.partition("</think>")

@@ -36,20 +36,26 @@ def refuse_loss(message: Mapping[str, Any], rendered: str) -> None:
     for name in ("content", "reasoning_content"):
         text = str(message.get(name) or "")
         if "".join(text.split()) not in squeezed:
-            raise UsageError(f"the chat template leaves out the {name} {text[:40]!r} of an answer, or a part of it; "
-                             "leave it out of the records, or give a template that renders it")  # fmt: skip
+            raise UsageError(
+                f"the chat template leaves out the {name} {text[:40]!r} of an answer, or a part of it; "
+                "leave it out of the records, or give a template that renders it"
+            )
 
 
 def why_no_beginning(turn: int, text: str, whole: str) -> str:
     """Says why the tokens of a conversation up to an assistant's message do not begin those of the ``whole``."""
     if whole.startswith(text):
-        return (f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
-                f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
-                "assistant wrote; give a template whose turns do not end with it, or one with {% generation %} blocks, "
-                "or set completion_only_loss=false to learn all tokens")  # fmt: skip
-    return (f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
-            "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
-            "completion_only_loss=false to learn all tokens")  # fmt: skip
+        return (
+            f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
+            f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
+            "assistant wrote; give a template whose turns do not end with it, or one with {% generation %} blocks, "
+            "or set completion_only_loss=false to learn all tokens"
+        )
+    return (
+        f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
+        "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
+        "completion_only_loss=false to learn all tokens"
+    )
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -64,9 +70,12 @@ class ChatEncoder(TextEncoder):
     """Turns messages, and texts as those of a user, into the tokens that a chat template makes of them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, chat_template_kwargs: dict[str, Any],
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        chat_template_kwargs: dict[str, Any],
         chat_template: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(tokenizer, system_prompt, chat_template_kwargs)
         self._is_asked_to_chat, self.chats = chat_template is True, chat_template is not False
         self.warned_of_cut = False
@@ -98,8 +107,10 @@ class ChatEncoder(TextEncoder):
     ) -> tuple[list[list[int]], list[list[list[int]]]]:
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
         # A text goes through the chat template with an answer that does.
-        asked = [prompt if all(isinstance(answer, str) for answer in answers) else self.messages(prompt)
-                 for prompt, *answers in zip(prompts, *sides, strict=True)]  # fmt: skip
+        asked = [
+            prompt if all(isinstance(answer, str) for answer in answers) else self.messages(prompt)
+            for prompt, *answers in zip(prompts, *sides, strict=True)
+        ]
         opened = self.prompts(asked, columns)
         starts = [len(ids) for ids in opened]
         wholes: list[list[list[int]]] = []
@@ -167,9 +178,11 @@ class ChatEncoder(TextEncoder):
         """Reports an end of turn that ends no completion (``stops`` do), too."""
         if self.chats and (end := self.unknown_end(stops)) is not None:
             known = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(list(stops))))
-            notice(f"{source}: completions end with {known}, and not with {end!r}, with which the chat template ends "
-                   "the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to eos_token_id "
-                   "in generation_config.json")  # fmt: skip
+            notice(
+                f"{source}: completions end with {known}, and not with {end!r}, with which the chat template ends "
+                "the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to eos_token_id "
+                "in generation_config.json"
+            )
         super().note_completions(source, stops, are_scored)
 
     def note_demonstrations(self, source: str) -> bool:
@@ -177,9 +190,11 @@ class ChatEncoder(TextEncoder):
         end = self._end() if self.chats else None
         if end is None or str(self.tokenizer.eos_token) in end:
             return False
-        notice(f"{source}: the chat template ends the assistant's turns without the EOS token "
-               f"{self.tokenizer.eos_token!r}, so that a model does not learn from them to end its completions with "
-               "it; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
+        notice(
+            f"{source}: the chat template ends the assistant's turns without the EOS token "
+            f"{self.tokenizer.eos_token!r}, so that a model does not learn from them to end its completions with "
+            "it; set eos_token in tokenizer_config.json to the template's end of a turn"
+        )
         return True
 
     def unknown_end(self, stops: Collection[int]) -> str | None:
@@ -205,14 +220,19 @@ class ChatEncoder(TextEncoder):
             return
         template = str(self.tokenizer.chat_template)
         # A tag such as <think>, which a prompt may speak of, is an added token as well, but no special one.
-        marks = [token.content for token in self.tokenizer.added_tokens_decoder.values()
-                 if token.special and token.content in template]  # fmt: skip
+        marks = [
+            token.content
+            for token in self.tokenizer.added_tokens_decoder.values()
+            if token.special and token.content in template
+        ]
         if self.tokenizer.bos_token is not None and "bos_token" in template:
             marks.append(self.tokenizer.bos_token)  # which a template writes by that name
         for text in texts:
             if found := next((mark for mark in marks if mark in text), None):
-                raise UsageError(f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "
-                                 "rendered already; set chat_template=false, or true to render it again")  # fmt: skip
+                raise UsageError(
+                    f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "
+                    "rendered already; set chat_template=false, or true to render it again"
+                )
 
     def conversation(
         self, messages: Messages, record: Mapping[str, Any], first: int = 0
@@ -260,9 +280,14 @@ def _of_record(record: Mapping[str, Any], number: int) -> Iterator[None]:
 
 
 def answer_start(
-    encoder: Any, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int],
+    encoder: Any,
+    before: Messages,
+    record: Mapping[str, Any],
+    opened: list[int],
+    text: str,
+    ids: list[int],
     prefilled: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Number of an answer's first token: where a conversation (``text``, ``ids``) differs from the ``opened`` one."""
     start = common_length(opened, ids)
     if start == len(opened) < len(ids):
@@ -271,15 +296,19 @@ def answer_start(
     needed = len(asked) if prefilled else common_length(asked, encoder._render(before, record))
     shared = common_length(asked, text)
     if shared < needed or start == len(ids):
-        raise UsageError("the chat template renders the messages before an answer differently when it follows "
-                         f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
-                         "known where the answer begins; give another template, or for SFT one with {% generation "
-                         "%} blocks or completion_only_loss=false")  # fmt: skip
+        raise UsageError(
+            "the chat template renders the messages before an answer differently when it follows "
+            f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
+            "known where the answer begins; give another template, or for SFT one with {% generation "
+            "%} blocks or completion_only_loss=false"
+        )
     if not encoder.warned_of_cut:
         encoder.warned_of_cut = True
-        notice(f"the chat template opens an answer with {encoder.tokenizer.decode(opened[start:])!r}, which a "
-               "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
-               "before it, completions are written after it")  # fmt: skip
+        notice(
+            f"the chat template opens an answer with {encoder.tokenizer.decode(opened[start:])!r}, which a "
+            "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
+            "before it, completions are written after it"
+        )
     return start
 
 
@@ -297,13 +326,17 @@ def _by_own_mask(
         shared = common_length(before, ids)
         written[:shared] = [False] * shared
     if not any(written):
-        raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
-                         "the template, or set completion_only_loss=false")  # fmt: skip
+        raise UsageError(
+            "the chat template's {% generation %} blocks mark no token of an assistant message; mend "
+            "the template, or set completion_only_loss=false"
+        )
     if not all(flags):
         blocks = [list(places) for flag, places in groupby(range(len(ids)), written.__getitem__) if flag]
         if len(blocks) != len(flags):
-            raise UsageError(f"the chat template marks {len(blocks)} passages of {len(flags)} assistant messages, "
-                             "so that those with weight 0 are not known; leave them out")  # fmt: skip
+            raise UsageError(
+                f"the chat template marks {len(blocks)} passages of {len(flags)} assistant messages, "
+                "so that those with weight 0 are not known; leave them out"
+            )
         for i in chain(*(places for places, flag in zip(blocks, flags, strict=True) if not flag)):
             written[i] = False
     return ids, written

@@ -17,12 +17,16 @@ from rl_modules.common.seeding import stream_seed
 def demonstrations_of(data: Any, n_micro: int) -> "Demonstrations":
     """Returns a datamodule's demonstrations, loaded once."""
     if data.ptx_batch_size < n_micro:
-        raise UsageError(f"ptx_batch_size={data.ptx_batch_size} is less than one demonstration for each of "
-                         f"trainer.accumulate_grad_batches={n_micro} micro-batches")  # fmt: skip
+        raise UsageError(
+            f"ptx_batch_size={data.ptx_batch_size} is less than one demonstration for each of "
+            f"trainer.accumulate_grad_batches={n_micro} micro-batches"
+        )
     if not getattr(data.policy, "reads_demonstrations", True):
-        rank_zero_warn(f"ptx_batch_size={data.ptx_batch_size} does nothing with {type(data.policy).__name__}, whose "
-                       "loss reads no demonstrations (a subclass whose loss does sets reads_demonstrations = True); "
-                       "take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
+        rank_zero_warn(
+            f"ptx_batch_size={data.ptx_batch_size} does nothing with {type(data.policy).__name__}, whose "
+            "loss reads no demonstrations (a subclass whose loss does sets reads_demonstrations = True); "
+            "take RLHFPPO with ptx_coef, or leave it out"
+        )
     return data.demonstrations or Demonstrations(data)
 
 
@@ -34,16 +38,21 @@ class Demonstrations:
         if data.ptx_path is not None:
             records = list(load_records(path=data.ptx_path, required=("prompt", "completion"), texts=()))
         elif data.streaming:
-            raise UsageError(f"ptx_batch_size={self.per_step} needs a ptx_path, for streaming=true loads no "
-                             "demonstrations with the prompts")  # fmt: skip
+            raise UsageError(
+                f"ptx_batch_size={self.per_step} needs a ptx_path, for streaming=true loads no "
+                "demonstrations with the prompts"
+            )
         else:
             records = list(data.train_records)
         shown = []
         for i, record in enumerate(records):
             place = place_of(record, f"{data.source}: record {i}")
             if record.get("completion") is None:
-                raise refuse(place, "completion", "has no completion to demonstrate, which ptx_batch_size="
-                             f"{self.per_step} asks for; give ptx_path")  # fmt: skip
+                raise refuse(
+                    place,
+                    "completion",
+                    f"has no completion to demonstrate, which ptx_batch_size={self.per_step} asks for; give ptx_path",
+                )
             answer = as_answer(record["completion"], f"{place}: 'completion'")
             shown.append(PlacedRecord({**record, "completion": answer}, place))
         prompts, (completions,) = data.encode_answers(shown, "completion")
@@ -51,8 +60,9 @@ class Demonstrations:
         most, longest = int(self.sequences.total.max()), data.policy.max_length
         if most > longest:
             place = place_of(shown[int(self.sequences.total.argmax())], "")
-            raise refuse(place, "completion", f"a demonstration has {most} tokens, the model takes {longest}; shorten "
-                         "it")  # fmt: skip
+            raise refuse(
+                place, "completion", f"a demonstration has {most} tokens, the model takes {longest}; shorten it"
+            )
 
     def parts(self, step: int, rank: int, ranks: int, n_micro: int, pad_id: int) -> list[dict[str, Any]]:
         """A step's demonstrations in micro-batches: ``ptx_tokens`` [b, T], ``ptx_counted`` [m], ``ptx_step_tokens``."""

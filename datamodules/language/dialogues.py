@@ -57,9 +57,10 @@ class Row:
         names = ("prompt_ids", "rewards", "ended", "error")
         empty = [{"role": "assistant", "content": ""}]
         return {
-            **{name: getattr(self, name) for name in names}, "messages": self.messages or empty,
+            **{name: getattr(self, name) for name in names},
+            "messages": self.messages or empty,
             "prompt": self.record["prompt"],
-        }  # fmt: skip
+        }
 
 
 class Dialogues:
@@ -73,9 +74,14 @@ class Dialogues:
         self._is_checked = self._has_answered = self._reported = False
 
     def write(
-        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int], num_generations: int,
-        limits: Limits, pad_token_id: int,
-    ) -> Completions:  # fmt: skip
+        self,
+        act: Callable[..., Completions],
+        records: Sequence[Record],
+        seeds: Sequence[int],
+        num_generations: int,
+        limits: Limits,
+        pad_token_id: int,
+    ) -> Completions:
         """Writes dialogues of records' prompts by the policy's ``act``; a prompt's first seed is its start's."""
         rows = []
         for i, seed in enumerate(seeds):
@@ -115,9 +121,11 @@ class Dialogues:
             first = opened.setdefault(i // num_generations, row)
             if first is not row:
                 if first.record["prompt"] != row.record["prompt"]:
-                    raise UsageError(f"environment {self.name!r}: reset returned other messages for the same record, "
-                                     "but the dialogues of a prompt are compared with each other; draw what differs "
-                                     "from record['start_seed']")  # fmt: skip
+                    raise UsageError(
+                        f"environment {self.name!r}: reset returned other messages for the same record, "
+                        "but the dialogues of a prompt are compared with each other; draw what differs "
+                        "from record['start_seed']"
+                    )
                 row.prompt_ids = first.prompt_ids
                 continue
             if not self._is_checked:
@@ -130,18 +138,25 @@ class Dialogues:
                 source = opened.get(i // num_generations)
                 row.prompt_ids = row.record["prompt_ids"] if source is None else source.prompt_ids
             if not row.ended and len(row.prompt_ids) >= limits.context:
-                raise UsageError(f"environment {self.name!r} opens a dialogue with {len(row.prompt_ids)} tokens, the "
-                                 f"model takes {limits.context}; shorten its messages")  # fmt: skip
+                raise UsageError(
+                    f"environment {self.name!r} opens a dialogue with {len(row.prompt_ids)} tokens, the "
+                    f"model takes {limits.context}; shorten its messages"
+                )
 
     def fail(self, row: Row, error: BaseException, method: str) -> None:
         """Ends a dialogue whose environment has failed; the first failure is reported."""
-        took = f"took longer than {self.calls.limit_s:g} s" if isinstance(error, TooLong) else (
-            f"raised {visible(what_happened(error))}")  # fmt: skip
+        took = (
+            f"took longer than {self.calls.limit_s:g} s"
+            if isinstance(error, TooLong)
+            else (f"raised {visible(what_happened(error))}")
+        )
         row.ended, row.error = "failed", f"{method} {took}"
         if not self._reported:
             self._reported = True
-            notice(f"environment {self.name!r}: {row.error}; such dialogues get no reward; from here on see the metric "
-                   "environment/failed")  # fmt: skip
+            notice(
+                f"environment {self.name!r}: {row.error}; such dialogues get no reward; from here on see the metric "
+                "environment/failed"
+            )
 
 
 class _Talk:
@@ -229,28 +244,40 @@ def _completions(rows: list[Row], going: list[Row], written: Completions | None,
             reward[i, last.get(number, -1)] = earned
     version = None if written.version is None else chosen(written.version, int(written.version.max()))
     return Completions(
-        tokens=chosen(written.tokens, pad_token_id), log_prob=chosen(written.log_prob, 0.0),
-        length=chosen(written.length, 1), finished=chosen(written.finished, False), version=version, written=mask,
-        turn=turn, turn_reward=reward.to(mask.device), dialogues=[row.described() for row in rows],
+        tokens=chosen(written.tokens, pad_token_id),
+        log_prob=chosen(written.log_prob, 0.0),
+        length=chosen(written.length, 1),
+        finished=chosen(written.finished, False),
+        version=version,
+        written=mask,
+        turn=turn,
+        turn_reward=reward.to(mask.device),
+        dialogues=[row.described() for row in rows],
         kept=None if written.kept is None else chosen(written.kept, 0),
         kept_count=None if written.kept_count is None else chosen(written.kept_count, 0),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- for PromptDataModule: completions, rewards, metrics
 
 
 def complete(
-    data: Any, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int], num_generations: int,
+    data: Any,
+    act: Callable[..., Completions],
+    records: Sequence[Record],
+    seeds: Sequence[int],
+    num_generations: int,
     **how: Any,
-) -> Completions:  # fmt: skip
+) -> Completions:
     """Writes dialogues of records' prompts with the datamodule's environment."""
     how.pop("on_ended", None)
     settings = data.policy.settings(**how)
     if data._dialogues is None or data._dialogues.encoder is not data.encoder:
         if isinstance(getattr(data.trainer, "strategy", None), ModelParallelStrategy):
-            raise UsageError("environment: ranks with sharded weights would have to write turns together; take a "
-                             "strategy with whole weights, such as ddp")  # fmt: skip
+            raise UsageError(
+                "environment: ranks with sharded weights would have to write turns together; take a "
+                "strategy with whole weights, such as ddp"
+            )
         kwargs, name = data.environment_kwargs or {}, str(data.hparams["environment"])
         make = partial(load_environment(data.environment, kwargs), **kwargs)
         calls = EnvironmentCalls(make, data.env_workers, data.env_timeout_s)
@@ -264,8 +291,10 @@ def opened(records: Sequence[Record], written: Completions, num_generations: int
     """The records with the prompts that environments opened the dialogues with."""
     assert written.dialogues is not None
     first = written.dialogues[::num_generations]
-    return [{**record, "prompt": dialogue["prompt"], "prompt_ids": dialogue["prompt_ids"]}
-            for record, dialogue in zip(records, first, strict=True)]  # fmt: skip
+    return [
+        {**record, "prompt": dialogue["prompt"], "prompt_ids": dialogue["prompt_ids"]}
+        for record, dialogue in zip(records, first, strict=True)
+    ]
 
 
 def environment(

@@ -14,8 +14,10 @@ from rl_modules.common.modules import on
 def replenished(data: Any, rollout: dict[str, Any], n_prompts: int) -> dict[str, Any]:
     """Returns as many groups, those with a signal first, and the share of groups that lack one as ``missing``."""
     if rollout["reward"].ndim > 1:
-        raise UsageError(f"dynamic_sampling={data.dynamic_sampling} compares one reward per completion, and a reward "
-                         "function returned one per token; set it to 0")  # fmt: skip
+        raise UsageError(
+            f"dynamic_sampling={data.dynamic_sampling} compares one reward per completion, and a reward "
+            "function returned one per token; set it to 0"
+        )
     lacking = n_prompts - int(has_signal(rollout["reward"], data.num_generations).sum())
     for _ in range(data.dynamic_sampling):
         # Every rank draws equally many, because otherwise the ranks' collectives would not match.
@@ -30,8 +32,10 @@ def replenished(data: Any, rollout: dict[str, Any], n_prompts: int) -> dict[str,
         lacking = n_prompts - sum(informative[group] for group in groups)
     if lacking and not data._warned_of_lacking:
         data._warned_of_lacking = True
-        print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {data.dynamic_sampling} "
-              "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
+        print(
+            f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {data.dynamic_sampling} "
+            "rounds of replacements; from here on see the metric train/dynamic_sampling/missing"
+        )
     return {**rollout, "missing": lacking / n_prompts}
 
 

@@ -86,23 +86,29 @@ class TextEncoder:
         """Reports tags of thoughts and answers that are special tokens, which the texts of completions leave out."""
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         if are_scored and (tags := [tag for tag in TAGS if tag in special]):
-            notice(f"{source}: {', '.join(tags)} are special tokens, which the texts of completions leave out, so that "
-                   "no reward function sees them; add them as tokens that are not special")  # fmt: skip
+            notice(
+                f"{source}: {', '.join(tags)} are special tokens, which the texts of completions leave out, so that "
+                "no reward function sees them; add them as tokens that are not special"
+            )
 
     def _check_texts(self, texts: Sequence[str]) -> None:
         """Refuses settings of the chat template that no text would meet."""
         if texts and (self.system_prompt is not None or self.chat_template_kwargs):
             name = "system_prompt" if self.system_prompt is not None else "chat_template_kwargs"
             why = "the tokenizer has none" if self.tokenizer.chat_template is None else "chat_template=false"
-            raise UsageError(f"{name}={getattr(self, name)!r} is read by the chat template, through which prompts of "
-                             f"text do not go ({why}); leave it out, or write it into the prompts")  # fmt: skip
+            raise UsageError(
+                f"{name}={getattr(self, name)!r} is read by the chat template, through which prompts of "
+                f"text do not go ({why}); leave it out, or write it into the prompts"
+            )
 
     def _open(self, texts: list[str]) -> list[list[int]]:
         """Encodes texts that continue, without the EOS token that some tokenizers add."""
         eos, written = self.tokenizer.eos_token_id, str(self.tokenizer.eos_token)
         ids = self._tokens(texts)
-        return [row[:-1] if row and row[-1] == eos and not text.endswith(written) else row
-                for row, text in zip(ids, texts, strict=True)]  # fmt: skip
+        return [
+            row[:-1] if row and row[-1] == eos and not text.endswith(written) else row
+            for row, text in zip(ids, texts, strict=True)
+        ]
 
     def _closed(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
@@ -112,8 +118,10 @@ class TextEncoder:
         ids = [list(row) for row in self.tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
         if add_special_tokens and (bos := self.tokenizer.bos_token):
             # Some tokenizers would add another BOS token before one that is written out.
-            ids = [self._tokens([text], False, False)[0] if text.startswith(bos) else row
-                   for row, text in zip(ids, texts, strict=True)]  # fmt: skip
+            ids = [
+                self._tokens([text], False, False)[0] if text.startswith(bos) else row
+                for row, text in zip(ids, texts, strict=True)
+            ]
         if note:
             self._note_unknown(ids, texts)
         return ids
@@ -139,8 +147,10 @@ class TextEncoder:
         self._reported = len(self._unknown)
         if new:
             more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
-            notice(f"{source}: the tokenizer lacks {' '.join(map(repr, new[:_SHOWN]))}{more}, which the model reads as "
-                   f"{self.tokenizer.unk_token}; to keep them set model.tokenizer_name_or_path")  # fmt: skip
+            notice(
+                f"{source}: the tokenizer lacks {' '.join(map(repr, new[:_SHOWN]))}{more}, which the model reads as "
+                f"{self.tokenizer.unk_token}; to keep them set model.tokenizer_name_or_path"
+            )
 
 
 def _texts(values: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None) -> list[str]:
@@ -148,8 +158,10 @@ def _texts(values: Sequence[str | Messages], records: Sequence[Mapping[str, Any]
     for i, value in enumerate(values):
         if not isinstance(value, str):
             place = place_of({} if records is None else records[i], f"record {i}")
-            raise UsageError(f"{place}: the prompts or answers are chat messages, but the tokenizer has no chat "
-                             "template; give texts, or another tokenizer")  # fmt: skip
+            raise UsageError(
+                f"{place}: the prompts or answers are chat messages, but the tokenizer has no chat "
+                "template; give texts, or another tokenizer"
+            )
     return list(map(str, values))
 
 

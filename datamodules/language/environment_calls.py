@@ -178,8 +178,12 @@ class Answer:
     def is_late(self) -> bool:
         """Whether the call takes longer than the limit."""
         # An event loop ends a coroutine at its limit; a thread that hangs is left alone.
-        return (self.limit_s is not None and self.began_s is not None and not self.future.done()
-                and time.monotonic() > self.began_s + self.limit_s + 0.1)  # fmt: skip
+        return (
+            self.limit_s is not None
+            and self.began_s is not None
+            and not self.future.done()
+            and time.monotonic() > self.began_s + self.limit_s + 0.1
+        )
 
     @property
     def is_there(self) -> bool:

@@ -70,8 +70,10 @@ def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any])
     cls = load_object(given, "environment") if isinstance(given, str) else given
     missing = [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]
     if not callable(cls) or missing:
-        raise UsageError(f"environment={given!r} has no {' and no '.join(missing) or 'constructor'}; give the import "
-                         "path of a class with reset(record) and step(message)")  # fmt: skip
+        raise UsageError(
+            f"environment={given!r} has no {' and no '.join(missing) or 'constructor'}; give the import "
+            "path of a class with reset(record) and step(message)"
+        )
     require_settings(cls, dict(settings), f"environment {given!r}")
     return cls
 
@@ -93,15 +95,18 @@ def check_messages(messages: Any, method: str, name: str) -> None:
     """Refuses what is no list of messages."""
     for message in messages if isinstance(messages, list | tuple) else [None]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message["role"] == "assistant":
-            raise TypeError(f"{method} of environment {name!r} gave {str(message or messages)[:60]!r}, where messages "
-                            "{'role': …, 'content': …} of another role than assistant should be")  # fmt: skip
+            raise TypeError(
+                f"{method} of environment {name!r} gave {str(message or messages)[:60]!r}, where messages "
+                "{'role': …, 'content': …} of another role than assistant should be"
+            )
 
 
 def check_step(value: Any, name: str) -> tuple[list[Message], float, bool]:
     """Checks what ``step`` returned."""
     if not isinstance(value, tuple | list) or len(value) != 3:
-        raise TypeError(f"step of environment {name!r} returned {str(value)[:60]!r}, where (messages, reward, done) "
-                        "should be")  # fmt: skip
+        raise TypeError(
+            f"step of environment {name!r} returned {str(value)[:60]!r}, where (messages, reward, done) should be"
+        )
     messages, reward, done = value
     messages = list(messages or ())
     check_messages(messages, "step", name)

@@ -87,17 +87,22 @@ def _object(raw: bytes, path: str | Path, number: int, is_first: bool) -> dict[s
     try:
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
-                         f"{_other_kind(path) or 'save the file as UTF-8'}") from error  # fmt: skip
+        raise UsageError(
+            f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
+            f"{_other_kind(path) or 'save the file as UTF-8'}"
+        ) from error
     if is_first and (line == "[" or line.startswith(("[{", "[ {"))):
-        raise UsageError(f"{place}: a JSON array, where a JSONL file has one object per line; give the file as "
-                         "dataset, which reads arrays too")  # fmt: skip
+        raise UsageError(
+            f"{place}: a JSON array, where a JSONL file has one object per line; give the file as "
+            "dataset, which reads arrays too"
+        )
     try:
         row = _DECODER.decode(line)
     except json.JSONDecodeError as error:
         kind = _other_kind(path)
-        raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}"
-                         f"{kind and f'; {kind}'}") from error  # fmt: skip
+        raise UsageError(
+            f"{place}: not valid JSON, {error.msg} in column {error.colno}{kind and f'; {kind}'}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: JSON that can't be read ({error})") from error
     if not isinstance(row, dict):
@@ -135,11 +140,14 @@ def _refusing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"path={str(path)!r} can't be unpacked ({error}); the file is damaged or was not copied to "
-                         "its end") from error  # fmt: skip
+        raise UsageError(
+            f"path={str(path)!r} can't be unpacked ({error}); the file is damaged or was not copied to its end"
+        ) from error
     except OSError as error:
-        raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file, or first run the "
-                         "stage that writes it (the config's header says how)") from error  # fmt: skip
+        raise UsageError(
+            f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file, or first run the "
+            "stage that writes it (the config's header says how)"
+        ) from error
 
 
 # ---------------------------------------------------------------- csv
@@ -160,15 +168,19 @@ def _header(file: str | Path) -> list[str]:
     table = pandas.read_csv(file, nrows=1, dtype=str, keep_default_na=False)
     names = [str(name) for name in table.columns]
     if len(table) and not isinstance(table.index, pandas.RangeIndex):
-        raise ValueError(f"{file}: row 0 has {len(names) + table.index.nlevels} cells under the {len(names)} names of "
-                         f"the header, {', '.join(names)}: cells with commas need quotes")  # fmt: skip
+        raise ValueError(
+            f"{file}: row 0 has {len(names) + table.index.nlevels} cells under the {len(names)} names of "
+            f"the header, {', '.join(names)}: cells with commas need quotes"
+        )
     if Path(file).is_file() and Path(file).suffix == ".csv":
         with Path(file).open(encoding="utf-8-sig", errors="replace", newline="") as lines:
             rows = csv.reader(lines)
             for row in rows:
                 if row and len(row) < len(names):
-                    raise ValueError(f"{file}:{rows.line_num}: {len(row)} of the {len(names)} cells that the header "
-                                     f"names, {', '.join(names)}; an empty cell needs its comma")  # fmt: skip
+                    raise ValueError(
+                        f"{file}:{rows.line_num}: {len(row)} of the {len(names)} cells that the header "
+                        f"names, {', '.join(names)}; an empty cell needs its comma"
+                    )
     return names
 
 
@@ -209,8 +221,10 @@ def describe_dataset(dataset: Any) -> str:
         return f"IterableDatasetDict of {', '.join(dataset)}"
     if isinstance(dataset, datasets.DatasetDict):
         return f"DatasetDict of {', '.join(f'{name}: {describe_dataset(part)}' for name, part in dataset.items())}"
-    raise UsageError(f"dataset is a {type(dataset).__name__}, where a hub name, a directory, a file, or a "
-                     "datasets.Dataset or DatasetDict should be")  # fmt: skip
+    raise UsageError(
+        f"dataset is a {type(dataset).__name__}, where a hub name, a directory, a file, or a "
+        "datasets.Dataset or DatasetDict should be"
+    )
 
 
 def read_dataset(
@@ -226,8 +240,10 @@ def read_dataset(
     found = open_dataset(name, config) if isinstance(name, str) else name
     if isinstance(found, datasets.IterableDatasetDict):
         if base not in found or start is not None or stop is not None:
-            raise UsageError(f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
-                             "streams can't be divided; name one of them")  # fmt: skip
+            raise UsageError(
+                f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
+                "streams can't be divided; name one of them"
+            )
         streamed = f"dataset {describe_dataset(found)!r}"
         return [(f"{streamed}, row {i}", as_written(row)) for i, row in enumerate(unformatted(found[base]))]
     refuse_stream(found)
@@ -238,8 +254,10 @@ def read_dataset(
     if base is None and len(splits) > 1:
         raise UsageError(f"dataset {name!r} has several splits; set dataset_split to one of {', '.join(splits)}")
     if base is not None and base not in splits:
-        raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(splits)}, and a part of one is "
-                         "written 'train[90%:]'")  # fmt: skip
+        raise UsageError(
+            f"dataset {name!r} has no split {base!r}; it has {', '.join(splits)}, and a part of one is "
+            "written 'train[90%:]'"
+        )
     rows = unformatted(splits[base] if base is not None else next(iter(splits.values())))
     part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
     return TableRows(where or f"dataset {name!r}", rows.select(part)) if part else []
@@ -262,8 +280,10 @@ class TableRows(ReadByNumber[Placed]):
                 raise UsageError(f"{self._where}, row {numbers[0]}: text that is not UTF-8 ({error.reason})") from error
             return [row for number in numbers for row in self.take([number])]
         rows = zip(*columns.values(), strict=True)
-        return [(f"{self._where}, row {i}", as_written(dict(zip(columns, row, strict=True))))
-                for i, row in zip(numbers, rows, strict=True)]  # fmt: skip
+        return [
+            (f"{self._where}, row {i}", as_written(dict(zip(columns, row, strict=True))))
+            for i, row in zip(numbers, rows, strict=True)
+        ]
 
 
 def unformatted(rows: Any) -> Any:
@@ -313,8 +333,10 @@ def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
         what, remedy = "read", "give what save_to_disk wrote, or parquet, csv or json files"
         if not Path(name).exists():
             what = "loaded"
-            remedy = ("without network download it elsewhere, keep it with save_to_disk, and give that directory "
-                      "instead of the hub name")  # fmt: skip
+            remedy = (
+                "without network download it elsewhere, keep it with save_to_disk, and give that directory "
+                "instead of the hub name"
+            )
         raise UsageError(f"dataset {name!r} can't be {what} ({reason}); {remedy}") from error
 
 
@@ -364,8 +386,10 @@ def require_held_out(data: Any, fits: bool) -> None:
         return
     if data.eval_path is not None:
         if fits and data.path is not None and Path(data.eval_path).resolve() == Path(data.path).resolve():
-            notice(f"eval_path={data.eval_path} is the file of path: evaluations read what the run trains on, and "
-                   "the best checkpoint is the one that knows it best")  # fmt: skip
+            notice(
+                f"eval_path={data.eval_path} is the file of path: evaluations read what the run trains on, and "
+                "the best checkpoint is the one that knows it best"
+            )
         return
     if data.path is not None:
         raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
@@ -375,12 +399,16 @@ def require_held_out(data: Any, fits: bool) -> None:
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):
-        raise UsageError("evaluation beside an IterableDataset needs eval_path, a file of held-out records, or an "
-                         "IterableDatasetDict with the split of eval_split; or set eval_steps=0")  # fmt: skip
+        raise UsageError(
+            "evaluation beside an IterableDataset needs eval_path, a file of held-out records, or an "
+            "IterableDatasetDict with the split of eval_split; or set eval_steps=0"
+        )
     if not isinstance(dataset, datasets.Dataset) or not fits:
         return
     name = split_name(dataset)
     if parse_split(data.eval_split)[0] != name:
-        raise UsageError(f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
-                         f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
-                         f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0")  # fmt: skip
+        raise UsageError(
+            f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
+            f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
+            f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0"
+        )

@@ -27,12 +27,16 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     for i, message in enumerate(messages):
         if isinstance(message.get("content"), list):
-            raise UsageError(f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
-                             "every algorithm here reads text alone")  # fmt: skip
+            raise UsageError(
+                f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
+                "every algorithm here reads text alone"
+            )
         text = message.get("content", "" if message.get("tool_calls") else None)
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
-            raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content "
-                             f"should be: message {i} lacks one")  # fmt: skip
+            raise UsageError(
+                f"{what} is {short(value)}, where text or a list of messages with role and content "
+                f"should be: message {i} lacks one"
+            )
         messages[i] = {**message, "content": as_text(text, what)}
         as_text(json.dumps(message, ensure_ascii=False, default=str), what)
     return messages
@@ -64,9 +68,15 @@ def as_record(
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
         if record.get(name) is None:
-            raise refuse(place, name, "is null" if name in record else f"is missing, there is only {', '.join(record)}"
-                         f"{did_you_mean(name, record)}; columns maps one to it, as in "
-                         f"{{{name}: {next(iter(record), 'column')}}}")  # fmt: skip
+            raise refuse(
+                place,
+                name,
+                "is null"
+                if name in record
+                else f"is missing, there is only {', '.join(record)}"
+                f"{did_you_mean(name, record)}; columns maps one to it, as in "
+                f"{{{name}: {next(iter(record), 'column')}}}",
+            )
     record["prompt"] = as_prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
         value = record.get(name)
@@ -85,15 +95,26 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     messages = row.get("messages", row.get("conversations"))
     first = messages[0] if isinstance(messages, list) and messages else None
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
-        raise refuse(place, "completions", "with 'labels' is stepwise supervision of a process reward model, which "
-                     "nothing here learns from; give prompt, completion and label")  # fmt: skip
+        raise refuse(
+            place,
+            "completions",
+            "with 'labels' is stepwise supervision of a process reward model, which "
+            "nothing here learns from; give prompt, completion and label",
+        )
     if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
-        raise refuse(place, "messages", "have from and value, ShareGPT's format, where role (system, user, assistant) "
-                     "and content should be; convert them, and give them as messages")  # fmt: skip
+        raise refuse(
+            place,
+            "messages",
+            "have from and value, ShareGPT's format, where role (system, user, assistant) "
+            "and content should be; convert them, and give them as messages",
+        )
     for name in ("image", "images"):
         if row.get(name) is not None:
-            raise refuse(place, name, "belongs to a vision dataset, and every algorithm here reads text alone; leave "
-                         "the column out")  # fmt: skip
+            raise refuse(
+                place,
+                name,
+                "belongs to a vision dataset, and every algorithm here reads text alone; leave the column out",
+            )
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
@@ -102,8 +123,10 @@ def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
         return as_text(value, what)
     messages = as_messages(value, what) if value else []
     if not messages or messages[-1]["role"] != "assistant":
-        raise UsageError(f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where the last "
-                         "one should be the assistant's; end it there, or leave the row out")  # fmt: skip
+        raise UsageError(
+            f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where the last "
+            "one should be the assistant's; end it there, or leave the row out"
+        )
     is_text = len(messages) == 1 and set(messages[0]) == {"role", "content"}
     return str(messages[0]["content"]) if is_text else messages
 
@@ -122,8 +145,12 @@ def as_conversation(row: Record, place: str) -> Record:
     messages = as_messages(row["messages"], f"{place}: 'messages'")
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if not first:
-        raise refuse(place, "messages", f"has roles {', '.join(m['role'] for m in messages)}, where a user's message "
-                     "and then an assistant's should be")  # fmt: skip
+        raise refuse(
+            place,
+            "messages",
+            f"has roles {', '.join(m['role'] for m in messages)}, where a user's message "
+            "and then an assistant's should be",
+        )
     return {**row, "conversation": messages, "prompt": messages[:first], "completion": messages[first]["content"]}
 
 
@@ -135,20 +162,31 @@ def as_preference(row: Record, place: str) -> Record:
     row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
     margin = row.get("margin")
     if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
-        raise refuse(place, "margin", f"is {margin!r}, where a number should be: the units of reward by which the "
-                     "chosen answer should win")  # fmt: skip
+        raise refuse(
+            place,
+            "margin",
+            f"is {margin!r}, where a number should be: the units of reward by which the chosen answer should win",
+        )
     probability = row.get("probability")
     if probability is not None and not (_is_number(probability) and 0 <= probability <= 1):
-        raise refuse(place, "probability", f"is {probability!r}, where a number in [0, 1] should be, with which the "
-                     "chosen answer wins; map another column to the name, or drop this one")  # fmt: skip
+        raise refuse(
+            place,
+            "probability",
+            f"is {probability!r}, where a number in [0, 1] should be, with which the "
+            "chosen answer wins; map another column to the name, or drop this one",
+        )
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         return row
     if isinstance(chosen, list) and isinstance(rejected, list):
         return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
     if isinstance(chosen, list) or isinstance(rejected, list):
-        raise refuse(place, "chosen", f"is a {type(chosen).__name__} and 'rejected' a {type(rejected).__name__}; give "
-                     "both as texts, or both as lists of messages")  # fmt: skip
+        raise refuse(
+            place,
+            "chosen",
+            f"is a {type(chosen).__name__} and 'rejected' a {type(rejected).__name__}; give "
+            "both as texts, or both as lists of messages",
+        )
     if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
         cut = end_of_prompt(chosen, rejected)
         return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
@@ -181,8 +219,10 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
             # One message that is the prompt in words stays in words, for tokenizers without a chat template.
             prompt = before
-    answers = {name: as_answer(messages[shared:], f"{place}: {name!r}")
-               for name, messages in (("chosen", chosen), ("rejected", rejected))}  # fmt: skip
+    answers = {
+        name: as_answer(messages[shared:], f"{place}: {name!r}")
+        for name, messages in (("chosen", chosen), ("rejected", rejected))
+    }
     return {"prompt": prompt, **answers}
 
 
@@ -192,8 +232,12 @@ def decoded(row: Record, place: str, names: Sequence[str], tokenizer: Any) -> Re
     for name in names:
         ids = row.get(f"{name}_ids")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
-            raise refuse(place, f"{name}_ids", f"is {short(ids)}, where a list of token ids from 0 to "
-                         f"{len(tokenizer) - 1} should be; a row has all its texts as ids, or none")  # fmt: skip
+            raise refuse(
+                place,
+                f"{name}_ids",
+                f"is {short(ids)}, where a list of token ids from 0 to "
+                f"{len(tokenizer) - 1} should be; a row has all its texts as ids, or none",
+            )
         texts[name] = tokenizer.decode(ids)
     return {**row, **texts}
 
@@ -206,8 +250,12 @@ def as_judgement(row: Record, place: str) -> Record:
         pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
         return as_preference(pair, place)
     if completion is None or label is None:
-        raise refuse(place, "completion", f"and 'label', or 'chosen' and 'rejected', should be among the columns "
-                     f"{', '.join(map(repr, row)) or '(none)'}; name them with `columns`")  # fmt: skip
+        raise refuse(
+            place,
+            "completion",
+            f"and 'label', or 'chosen' and 'rejected', should be among the columns "
+            f"{', '.join(map(repr, row)) or '(none)'}; name them with `columns`",
+        )
     if label not in (0, 1):
         raise refuse(place, "label", f"is {label!r}, where true or false should be")
     return {**row, "completion": as_answer(completion, f"{place}: 'completion'"), "label": bool(label)}

@@ -40,19 +40,29 @@ class InstructionDataModule(PassesDataModule[Sequences]):
     texts = ("completion",)
 
     completion_only_loss: bool = setting(
-        True, "count only completion tokens in the loss. In a conversation these are the assistant's turns, marked by "
+        default=True,
+        says="count only completion tokens in the loss. In a conversation these are the assistant's turns, marked by "
         "the chat template's ``{% generation %}`` blocks or found by rendering turn by turn. False: count all "
-        "tokens")  # fmt: skip
+        "tokens",
+    )
     packing: bool = setting(
-        False, "put several sequences into a row, each seeing only itself, in rows as wide as the longest. If a check "
-        "of the first batch finds that the model mixes packed sequences, they are padded instead")  # fmt: skip
+        default=False,
+        says="put several sequences into a row, each seeing only itself, in rows as wide as the longest. If a check "
+        "of the first batch finds that the model mixes packed sequences, they are padded instead",
+    )
     group_by_length: bool = setting(
-        False, "group sequences of similar length into steps (the sequences of 50 steps are sorted, and the steps "
+        default=False,
+        says="group sequences of similar length into steps (the sequences of 50 steps are sorted, and the steps "
         "shuffled). This saves padding but may hurt learning, because steps become homogeneous; ``packing`` saves "
-        "padding without changing the steps")  # fmt: skip
+        "padding without changing the steps",
+    )
     max_length: int | None = setting(
-        None, "maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong`` "
-        "selects what happens to longer ones", least=2, unit="tokens, a prompt's and a completion's")  # fmt: skip
+        default=None,
+        says="maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong`` "
+        "selects what happens to longer ones",
+        least=2,
+        unit="tokens, a prompt's and a completion's",
+    )
 
     #: The present bucket's number, and its steps.
     _bucket: tuple[int, list[Tensor]] = transient((-1, []))
@@ -63,11 +73,15 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         super()._setup(stage)
         if stage == "fit":
             if self.batch_size % self._n_micro:
-                raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
-                                 f"{self.batch_size}, the sequences of an optimizer step")  # fmt: skip
+                raise UsageError(
+                    f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
+                    f"{self.batch_size}, the sequences of an optimizer step"
+                )
             if self.streaming and self.group_by_length:
-                raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
-                                 "not know; set one of them")  # fmt: skip
+                raise UsageError(
+                    "group_by_length=true sorts all records by their lengths, which streaming=true does "
+                    "not know; set one of them"
+                )
 
     @property
     def sequences(self) -> Sequences:
@@ -81,9 +95,11 @@ class InstructionDataModule(PassesDataModule[Sequences]):
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
         if self.system_prompt is not None and records and all(record.get("whole") for record in records):
-            raise UsageError(f"{self.source}: system_prompt={self.system_prompt!r} is read by the chat template, "
-                             "through which the texts of a column 'text' do not go; leave it out, or give prompt and "
-                             "completion, or messages")  # fmt: skip
+            raise UsageError(
+                f"{self.source}: system_prompt={self.system_prompt!r} is read by the chat template, "
+                "through which the texts of a column 'text' do not go; leave it out, or give prompt and "
+                "completion, or messages"
+            )
         records = super().encode(records)
         for i, record in enumerate(records):
             if "conversation" in record:
@@ -107,8 +123,12 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         if is_whole and row.get("completion") is None and not (isinstance(text, str) and text.strip()):
             raise refuse(place, "text", f"is {text!r}, where a text to learn should be; leave the row out")
         if is_whole and isinstance(text, str) and text.strip():
-            return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,
-                    "whole": True}  # fmt: skip
+            return {
+                **row,
+                "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0],
+                "completion": text,
+                "whole": True,
+            }
         return as_conversation(row, place)
 
     def _check_ends(self) -> None:
@@ -125,10 +145,12 @@ class InstructionDataModule(PassesDataModule[Sequences]):
             for token, flag in zip(record["completion_ids"], record["completion_mask"], strict=True)
         ):
             known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
-            notice(f"{self.source}: the chat template ends the assistant's turns without a token that ends "
-                   f"completions ({known}), so that the model does not learn to end them; set eos_token in "
-                   "tokenizer_config.json to the template's end of a turn, or add its id to eos_token_id in "
-                   "generation_config.json")  # fmt: skip
+            notice(
+                f"{self.source}: the chat template ends the assistant's turns without a token that ends "
+                f"completions ({known}), so that the model does not learn to end them; set eos_token in "
+                "tokenizer_config.json to the template's end of a turn, or add its id to eos_token_id in "
+                "generation_config.json"
+            )
 
     def _encode_conversation(self, record: Record, number: int) -> Record:
         """Adds ``text_ids``, a conversation's tokens, and which of them but the first count."""

@@ -106,9 +106,12 @@ def _ask(text: str, reference: str) -> float | None:
 def _start() -> "subprocess.Popen[str]":
     path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    )
 
 
 @atexit.register

@@ -84,9 +84,16 @@ class Source:
             elif self.path is not None:
                 return []
         records = load_records(
-            **place, dataset_config=self.dataset_config, columns=self.columns, answer_after=self.answer_after,
-            dataset_split=part, split=split, n=n, seed=seed, **checks,
-        )  # fmt: skip
+            **place,
+            dataset_config=self.dataset_config,
+            columns=self.columns,
+            answer_after=self.answer_after,
+            dataset_split=part,
+            split=split,
+            n=n,
+            seed=seed,
+            **checks,
+        )
         for record in records:
             record[SOURCE] = self.name
         return list(records)
@@ -107,8 +114,10 @@ class Mixture(Task):
         """Returns the records of all sources; ``n`` of them are divided by weight, those of ``test`` equally."""
         weights = [source.weight if split == "train" else 1.0 for source in self.sources.values()]
         parts = [None] * len(weights) if n is None else shares(weights, n)
-        found = [source.load(split, part, self.seed, **checks)
-                 for source, part in zip(self.sources.values(), parts, strict=True)]  # fmt: skip
+        found = [
+            source.load(split, part, self.seed, **checks)
+            for source, part in zip(self.sources.values(), parts, strict=True)
+        ]
         if n != 0 and not any(found):
             raise UsageError("task: no source has held-out records; give one an eval_path, or set eval_steps=0")
         return [record for records in found for record in records]
@@ -138,8 +147,10 @@ class Mixture(Task):
         """Refuses names of evaluation sets to which no reward function of a source applies."""
         for name in names:
             if name not in self.sources:
-                raise UsageError(f"eval_path: no reward function applies to the set {name!r}; give it the name of a "
-                                 f"source ({', '.join(self.sources)}), or give reward_funcs, for all")  # fmt: skip
+                raise UsageError(
+                    f"eval_path: no reward function applies to the set {name!r}; give it the name of a "
+                    f"source ({', '.join(self.sources)}), or give reward_funcs, for all"
+                )
 
     def judged(
         self, records: Sequence[Record], texts: Sequence[str], rewards: Tensor
@@ -278,8 +289,10 @@ def load_curriculum(data: Any) -> Callable[[dict[str, float], dict[str, float]],
     if not callable(found):
         raise UsageError(f"curriculum={given!r} is a {type(found).__name__}, where a function should be")
     if data.mixture is None or not len(data.rewards):
-        raise UsageError(f"curriculum={data.hparams['curriculum']!r} weighs sources by their pass rates; give task a "
-                         "list of sources, with reward functions")  # fmt: skip
+        raise UsageError(
+            f"curriculum={data.hparams['curriculum']!r} weighs sources by their pass rates; give task a "
+            "list of sources, with reward functions"
+        )
     return found
 
 
@@ -290,11 +303,16 @@ def learnable(pass_rates: dict[str, float], weights: dict[str, float]) -> dict[s
 
 def checked_weights(found: Any, names: Sequence[str], what: str) -> dict[str, float]:
     """A curriculum's weights, checked."""
-    if not isinstance(found, Mapping) or {*found} != {*names} or not all(
-        isinstance(x, int | float) and 0 <= x < math.inf for x in found.values()
-    ) or not sum(found.values()):  # fmt: skip
-        raise UsageError(f"curriculum={what} returned {found!r}, where a weight of at least 0 for each of "
-                         f"{', '.join(names)} should be, not all of them 0")  # fmt: skip
+    if (
+        not isinstance(found, Mapping)
+        or {*found} != {*names}
+        or not all(isinstance(x, int | float) and 0 <= x < math.inf for x in found.values())
+        or not sum(found.values())
+    ):
+        raise UsageError(
+            f"curriculum={what} returned {found!r}, where a weight of at least 0 for each of "
+            f"{', '.join(names)} should be, not all of them 0"
+        )
     return {name: float(found[name]) for name in names}
 
 
@@ -308,8 +326,9 @@ def follow_curriculum(data: Any) -> None:
         )
     for name, (right, n) in zip(names, counts.tolist(), strict=True):
         if n:  # an exponential average over about ten generations
-            data._pass_rates[name] = right / n if name not in data._pass_rates else (
-                0.9 * data._pass_rates[name] + 0.1 * right / n)  # fmt: skip
+            data._pass_rates[name] = (
+                right / n if name not in data._pass_rates else (0.9 * data._pass_rates[name] + 0.1 * right / n)
+            )
     rates = {name: data._pass_rates.get(name, 0.5) for name in names}
     found = checked_weights(data.reweigh(rates, data.mixture.weights), names, data.hparams["curriculum"])
     # Rounds that are written ahead may be asked for once more.

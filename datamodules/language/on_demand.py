@@ -227,9 +227,15 @@ def records_of(data: Any, split: str, n: int | None, as_read: bool) -> list[Reco
         refuse_stream(data.dataset)
     records: Any = load_records(
         **source,
-        dataset_config=data.dataset_config, dataset_split=data.dataset_split if split == "train" else data.eval_split,
-        split=split, n=n, seed=data.seed, as_read=as_read, **columns, **checks,
-    )  # fmt: skip
+        dataset_config=data.dataset_config,
+        dataset_split=data.dataset_split if split == "train" else data.eval_split,
+        split=split,
+        n=n,
+        seed=data.seed,
+        as_read=as_read,
+        **columns,
+        **checks,
+    )
     if isinstance(records, list) or len(records) <= LOADED:
         return data._encode_and_report(list(records))
     longest = min(data.policy.max_length, getattr(data, "max_length", None) or data.policy.max_length) - 1

@@ -13,6 +13,7 @@ from datamodules.language.sequences import Pairs, Sequences
 from datamodules.language.sources import fitting, notice
 from datamodules.language.streaming import STREAM_STEPS
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import made
 from rl_modules.core.state import persistent
 
 Table = TypeVar("Table", Sequences, Pairs)
@@ -28,7 +29,7 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
     #: What becomes of the records that fill no step of a pass, and what the records are called, for messages.
     fate = "begin the next pass"
     noun = "records"
-    max_length: int | None
+    max_length: int | None = made()
     #: Micro-batches handed out since the run began.
     _position: int = persistent(0)
 
@@ -120,10 +121,13 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
         mixed, alike = [own[i::n_micro] for i in range(n_micro)], list(own.tensor_split(n_micro))
         packs = self.packs(table, mixed, alike)
         return [
-            {**self.batch(table, records, part, packs), **fields,
-             "num_tokens": fields["num_tokens"] if i == n_micro - 1 else 0}
+            {
+                **self.batch(table, records, part, packs),
+                **fields,
+                "num_tokens": fields["num_tokens"] if i == n_micro - 1 else 0,
+            }
             for i, part in enumerate(mixed if packs else alike)
-        ]  # fmt: skip
+        ]
 
     def record_at(self, position: int) -> int:
         """Number of the training record at a position of the endless shuffled stream."""

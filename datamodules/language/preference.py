@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,36 +42,48 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
 
     kind = "preferences"
     fate, noun = "are left out of it: another pass has another order", "pairs"
-    required: tuple[str, ...] = ("prompt", "chosen", "rejected")
-    eval_required: tuple[str, ...] = ("prompt", "chosen", "rejected")
+    required: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
+    eval_required: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
     texts = ("completion", "chosen", "rejected")
 
     max_length: int | None = setting(
-        None, "maximum number of tokens of prompt, answer and EOS together; None: the model's limit. ``overlong`` "
-        "selects what happens to longer ones", least=2)  # fmt: skip
+        default=None,
+        says="maximum number of tokens of prompt, answer and EOS together; None: the model's limit. ``overlong`` "
+        "selects what happens to longer ones",
+        least=2,
+    )
     overlong = changed(
         says="what to do with records that are longer: ``error``, ``drop`` with a printed count, or ``truncate``, as "
         "``truncation_mode`` says; records whose prompt leaves no room are then dropped",
-        one_of=("error", "drop", "truncate"))  # fmt: skip
+        one_of=("error", "drop", "truncate"),
+    )
     truncation_mode: str = setting(
-        "keep_start", "what ``truncate`` keeps: ``keep_start``, the prompt and the beginning of both answers; or "
-        "``keep_end``, both answers and the end of the prompt", one_of=("keep_start", "keep_end"),
-        idle=lambda data: data.overlong != "truncate" and "without overlong=truncate")  # fmt: skip
+        default="keep_start",
+        says="what ``truncate`` keeps: ``keep_start``, the prompt and the beginning of both answers; or "
+        "``keep_end``, both answers and the end of the prompt",
+        one_of=("keep_start", "keep_end"),
+        idle=lambda data: data.overlong != "truncate" and "without overlong=truncate",
+    )
     packing: bool | None = setting(
-        None, "concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are "
+        default=None,
+        says="concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are "
         "computed once and little is padded; scores and steps do not change. The mask's memory grows with the square "
         "of the longest pair. None: for the steps in which it saves work, if the model supports it; False: one row per "
-        "answer")  # fmt: skip
+        "answer",
+    )
     demonstrations_path: str | None = setting(
-        None, "JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a "
-        "reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset")  # fmt: skip
-    n_demonstrations: int = setting(256, "how many of them are scored", least=1)
+        default=None,
+        says="JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a "
+        "reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset",
+    )
+    n_demonstrations: int = setting(default=256, says="how many of them are scored", least=1)
     task = changed(
-        says="a task that makes preferences (``paths``), or the import path of one; None: ``path`` or "
-        "``dataset``")  # fmt: skip
+        says="a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``"
+    )
     eval_path = changed(
-        kind=str | None, says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records "
-        "come from")  # fmt: skip
+        kind=str | None,
+        says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from",
+    )
     n_eval = 1024
     # No completions are written.
     answer_after, reward_funcs, reward_time_limit_s = fixed(None), fixed(None), fixed(None)
@@ -93,11 +105,15 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         if stage != "fit":
             return
         if single and self.stream is not None and self.streaming_buffer == 1:
-            raise UsageError("streaming_buffer=1 leaves KTO no other record of the block, with whose answer it matches "
-                             "a prompt; give at least 2")  # fmt: skip
+            raise UsageError(
+                "streaming_buffer=1 leaves KTO no other record of the block, with whose answer it matches "
+                "a prompt; give at least 2"
+            )
         if self._n_micro > self.batch_size:
-            raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} is more than the batch_size="
-                             f"{self.batch_size} pairs that it divides")  # fmt: skip
+            raise UsageError(
+                f"trainer.accumulate_grad_batches={self._n_micro} is more than the batch_size="
+                f"{self.batch_size} pairs that it divides"
+            )
         if not self.demonstration_ids and self._scores_demonstrations:
             self.demonstration_ids = self._load_demonstrations()
 
@@ -130,8 +146,10 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         """Whether the module measures its rewards from demonstrations, as a reward model does and a policy does not."""
         scores = bool(getattr(self.policy, "scores_demonstrations", True))
         if not scores and (path := self.demonstrations_path) is not None:
-            raise UsageError(f"demonstrations_path={path!r} is not read by {type(self.policy).__name__}, whose rewards "
-                             "have no zero to set; leave it out")  # fmt: skip
+            raise UsageError(
+                f"demonstrations_path={path!r} is not read by {type(self.policy).__name__}, whose rewards "
+                "have no zero to set; leave it out"
+            )
         return scores
 
     # ---------------------------------------------------------------- records and tokens
@@ -152,8 +170,12 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         if self.unpaired:
             return as_judgement(row, place)
         if row.get("label") is not None and row.get("completion") is not None and row.get("chosen") is None:
-            raise refuse(place, "label", "with 'completion' is a judgement of one answer, from which KTO learns; "
-                         f"{type(self.policy).__name__} needs chosen and rejected")  # fmt: skip
+            raise refuse(
+                place,
+                "label",
+                "with 'completion' is a judgement of one answer, from which KTO learns; "
+                f"{type(self.policy).__name__} needs chosen and rejected",
+            )
         return as_preference(row, place)
 
     def records_per_row(self, records: Iterator[Record]) -> int:
@@ -175,8 +197,10 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             notice(what)
         if isinstance(self.policy, PredictsAnswers):  # a reward model reads whole texts
             self.refuse_empty_prompts(prompts, records)
-        return [{**records[i], "prompt_ids": prompts[i], "chosen_ids": chosen[i], "rejected_ids": rejected[i]}
-                for i in different]  # fmt: skip
+        return [
+            {**records[i], "prompt_ids": prompts[i], "chosen_ids": chosen[i], "rejected_ids": rejected[i]}
+            for i in different
+        ]
 
     def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
         """Refuses records without a prompt, for which a chat template has tokens, too."""
@@ -189,14 +213,20 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         prompts, (answers,) = self.shortened(prompts, answers)
         kept = self.fitting([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])
         if len(kept) < 2:
-            raise NothingUsable(f"{self.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, "
-                                "to match prompts with the answers to others")  # fmt: skip
+            raise NothingUsable(
+                f"{self.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, "
+                "to match prompts with the answers to others"
+            )
         self.refuse_empty_prompts(prompts, records)
         return [
-            {**records[i], "prompt_ids": prompts[i], "chosen_ids": answers[i],
-             "rejected_ids": answers[kept[partner]][: self.limit - len(prompts[i])]}
+            {
+                **records[i],
+                "prompt_ids": prompts[i],
+                "chosen_ids": answers[i],
+                "rejected_ids": answers[kept[partner]][: self.limit - len(prompts[i])],
+            }
             for i, partner in zip(kept, mismatched([prompts[i] for i in kept]), strict=True)
-        ]  # fmt: skip
+        ]
 
     def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
         """Token ids of the records' prompts and answers; those of rows that came as token ids are taken as they are."""
@@ -214,8 +244,10 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         if self.overlong != "truncate":
             return prompts, list(sides)
         if not isinstance(self.policy, PredictsAnswers):
-            raise UsageError("overlong='truncate' would cut the end of answers, where a reward model reads its score; "
-                             "set error or drop")  # fmt: skip
+            raise UsageError(
+                "overlong='truncate' would cut the end of answers, where a reward model reads its score; "
+                "set error or drop"
+            )
         limit, cut = self.limit, []
         for prompt, *answers in zip(prompts, *sides, strict=True):
             if self.truncation_mode == "keep_end":
@@ -230,8 +262,9 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     @property
     def limit(self) -> int:
         if self.max_length is not None and self.max_length > self.policy.max_length:
-            raise UsageError(f"max_length={self.max_length} is more than the {self.policy.max_length} tokens that the "
-                             "model takes")  # fmt: skip
+            raise UsageError(
+                f"max_length={self.max_length} is more than the {self.policy.max_length} tokens that the model takes"
+            )
         return super().limit
 
     def _load_demonstrations(self) -> list[Tensor]:
@@ -241,16 +274,27 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             first = self.train_records[:n] if self.stream is None else self.stream.first(n)
             ids = [record["prompt_ids"] + record["chosen_ids"] for record in first]
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
-        records = list(load_records(
-            task=self.task if self.demonstrations_path is None else None, path=self.demonstrations_path, split="train",
-            # A finite task may have fewer than are wanted.
-            n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
-            required=("prompt", "completion"),
-        )[:n])  # fmt: skip
+        records = list(
+            load_records(
+                task=self.task if self.demonstrations_path is None else None,
+                path=self.demonstrations_path,
+                split="train",
+                # A finite task may have fewer than are wanted.
+                n=None if self.task is not None and self.task.size is not None else n,
+                seed=self.seed,
+                required=("prompt", "completion"),
+            )[:n]
+        )
         prompts, (completions,) = self.encode_answers(records, "completion")
         ids = [p + c for p, c in zip(prompts, completions, strict=True)]
-        kept = fitting(list(map(len, ids)), self.limit, str(self.demonstrations_path or self.source), "drop",
-                       "demonstrations", "give others with demonstrations_path")  # fmt: skip
+        kept = fitting(
+            list(map(len, ids)),
+            self.limit,
+            str(self.demonstrations_path or self.source),
+            "drop",
+            "demonstrations",
+            "give others with demonstrations_path",
+        )
         return [torch.tensor(ids[i], dtype=torch.int32) for i in kept]
 
     # ---------------------------------------------------------------- training batches
@@ -285,9 +329,11 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     def packs(self, table: Pairs, mixed: list[Tensor], alike: list[Tensor]) -> bool:
         wanted, can = self.packing, self.policy.can_pack
         if wanted and not can:
-            raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
-                             "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
-                             "packing=false")  # fmt: skip
+            raise UsageError(
+                "packing=true needs a model that keeps the texts of a row apart by a mask and positions "
+                "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
+                "packing=false"
+            )
         if wanted is not None or not can:
             return bool(wanted)
         size = getattr(self.policy, "hidden_size", 1024)

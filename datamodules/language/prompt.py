@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,49 +48,84 @@ class PromptDataModule(LanguageDataModule):
 
     kind = "prompts"
 
-    num_generations: int = setting(8, "G, completions per prompt: the group of GRPO; 1 for RLHF with PPO", least=1)
-    steps_per_generation: int = setting(1, "optimizer steps over which one generation is spread", least=1)
-    num_iterations: int = setting(1, "passes over each generation", least=1)
+    num_generations: int = setting(
+        default=8, says="G, completions per prompt: the group of GRPO; 1 for RLHF with PPO", least=1
+    )
+    steps_per_generation: int = setting(default=1, says="optimizer steps over which one generation is spread", least=1)
+    num_iterations: int = setting(default=1, says="passes over each generation", least=1)
     dynamic_sampling: int = setting(
-        0, "maximum number of rounds in which new prompts replace groups with equal rewards (DAPO, arXiv:2503.14476); "
-        "afterwards such groups fill the remaining places. 0: no replacement", least=0)  # fmt: skip
+        default=0,
+        says="maximum number of rounds in which new prompts replace groups with equal rewards (DAPO, "
+        "arXiv:2503.14476); "
+        "afterwards such groups fill the remaining places. 0: no replacement",
+        least=0,
+    )
     curriculum: Any = setting(
-        None, "function from the running pass rates p of the sources of ``task`` and their weights, each by name, "
+        default=None,
+        says="function from the running pass rates p of the sources of ``task`` and their weights, each by name, "
         "to the weights of the next generation: ``learnable``, in proportion to p (1 - p), or an import path",
-        kind=str | None, stores=named_functions)  # fmt: skip
+        kind=str | None,
+        stores=named_functions,
+    )
     async_generations: int = setting(
-        0, "k, number of generations that are generated ahead of training, with weights at most k generations old. "
+        default=0,
+        says="k, number of generations that are generated ahead of training, with weights at most k generations old. "
         "With ``model.sampler: vllm_server`` they are generated and scored during training; the samplers of this "
         "process generate them before, and only the reward functions run during training. 0: every generation uses the "
-        "current weights", least=0)  # fmt: skip
+        "current weights",
+        least=0,
+    )
     rollouts_path: str | None = setting(
-        None, "folder to which the completions of every generation are written with their records and rewards, for "
-        "``rl rescore``; None: none")  # fmt: skip
-    ptx_batch_size: int = setting(0, "demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0)
+        default=None,
+        says="folder to which the completions of every generation are written with their records and rewards, for "
+        "``rl rescore``; None: none",
+    )
+    ptx_batch_size: int = setting(
+        default=0, says="demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0
+    )
     ptx_path: str | None = setting(
-        None, "JSONL file of them, with prompt and completion; None: the task's or source's own",
-        idle=lambda data: not data.ptx_batch_size and "at ptx_batch_size=0; set that above 0")  # fmt: skip
+        default=None,
+        says="JSONL file of them, with prompt and completion; None: the task's or source's own",
+        idle=lambda data: not data.ptx_batch_size and "at ptx_batch_size=0; set that above 0",
+    )
     environment: Any = setting(
-        None, "import path of a class with ``reset(record)`` and ``step(message)``, ``my_package.games:Guess``, which "
+        default=None,
+        says="import path of a class with ``reset(record)`` and ``step(message)``, ``my_package.games:Guess``, which "
         "answers the model turn after turn; in Python also the class. Its rewards are those of the function "
-        "``environment``. None: one turn, without one", kind=str | None, stores=named_functions)  # fmt: skip
+        "``environment``. None: one turn, without one",
+        kind=str | None,
+        stores=named_functions,
+    )
     environment_kwargs: dict[str, Any] | None = setting(
-        None, "the environment's own settings", idle=without_environment)  # fmt: skip
-    max_turns: int = setting(10, "turns of a dialogue at most", least=1, idle=without_environment)
+        default=None, says="the environment's own settings", idle=without_environment
+    )
+    max_turns: int = setting(default=10, says="turns of a dialogue at most", least=1, idle=without_environment)
     max_turn_tokens: int | None = setting(
-        None, "tokens that the model writes in a turn at most; None: ``max_completion_length``, which limits the whole "
-        "dialogue after its first prompt, the environment's tokens included", least=1,
-        idle=without_environment)  # fmt: skip
+        default=None,
+        says="tokens that the model writes in a turn at most; None: ``max_completion_length``, which limits the whole "
+        "dialogue after its first prompt, the environment's tokens included",
+        least=1,
+        idle=without_environment,
+    )
     env_timeout_s: float | None = setting(
-        60.0, "longest that a call of an environment may take; its dialogue then ends without a reward. None: no limit",
-        above=0, idle=without_environment)  # fmt: skip
+        default=60.0,
+        says="longest that a call of an environment may take; its dialogue then ends without a reward. None: no limit",
+        above=0,
+        idle=without_environment,
+    )
     env_workers: int = setting(
-        0, "processes that hold the environments; 0: this one, which calls them in threads", least=0,
-        idle=without_environment)  # fmt: skip
+        default=0,
+        says="processes that hold the environments; 0: this one, which calls them in threads",
+        least=0,
+        idle=without_environment,
+    )
     env_patience_s: float = setting(
-        0.005, "how long decoding waits for an environment's answer before other dialogues go on without it. Answers "
+        default=0.005,
+        says="how long decoding waits for an environment's answer before other dialogues go on without it. Answers "
         "within it leave a run reproducible to the last bit; later ones change the rounding of its neighbours",
-        least=0, idle=without_environment)  # fmt: skip
+        least=0,
+        idle=without_environment,
+    )
 
     #: Prompts taken from the stream so far, over all ranks, and generations written.
     drawn: int = persistent(0)
@@ -115,7 +150,7 @@ class PromptDataModule(LanguageDataModule):
     _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
-    _dialogues: Any = None
+    _dialogues: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,16 +162,19 @@ class PromptDataModule(LanguageDataModule):
             self.reweigh = load_curriculum(self)
         self.demonstrations: Any = None
         if self.environment is not None and self.reward_overlap:
-            raise UsageError("reward_overlap=true scores completions one by one, and an environment rewards whole "
-                             "dialogues; leave one of them out")  # fmt: skip
+            raise UsageError(
+                "reward_overlap=true scores completions one by one, and an environment rewards whole "
+                "dialogues; leave one of them out"
+            )
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if stage == "fit":
             micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
-                raise UsageError(f"trainer.accumulate_grad_batches={micro} does not divide batch_size="
-                                 f"{self.batch_size}")  # fmt: skip
+                raise UsageError(
+                    f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
+                )
             if self.ptx_batch_size:
                 from datamodules.language.demonstrations import demonstrations_of
 
@@ -170,9 +208,11 @@ class PromptDataModule(LanguageDataModule):
     def _check_generation_size(self) -> None:
         n_each = self.num_generations
         if self.generation_size % n_each:
-            raise UsageError(f"num_generations={n_each} does not divide batch_size*steps_per_generation="
-                             f"{self.generation_size}; {n_each * max(1, round(self.batch_size / n_each))} is a "
-                             "batch_size that fits")  # fmt: skip
+            raise UsageError(
+                f"num_generations={n_each} does not divide batch_size*steps_per_generation="
+                f"{self.generation_size}; {n_each * max(1, round(self.batch_size / n_each))} is a "
+                "batch_size that fits"
+            )
 
     @property
     def epochs_seen(self) -> float:
@@ -298,8 +338,10 @@ class PromptDataModule(LanguageDataModule):
         # One rank may have only prompts to which no function applies.
         is_judged = self.rewards.has_failed or not bool(rollout["rewards"].isnan().all())
         if not self._largest_over_ranks(is_judged):
-            raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
-                             f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
+            raise UsageError(
+                f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
+                f"{len(prompts)} completions of the first generation; return a number"
+            )
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``."""
@@ -354,9 +396,13 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- dialogues
 
     def complete(
-        self, act: Callable[..., Completions], records: Sequence[Record], seeds: Sequence[int],
-        num_generations: int, **how: Any,
-    ) -> Completions:  # fmt: skip
+        self,
+        act: Callable[..., Completions],
+        records: Sequence[Record],
+        seeds: Sequence[int],
+        num_generations: int,
+        **how: Any,
+    ) -> Completions:
         if self.environment is None:
             return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
         from datamodules.language.dialogues import complete
@@ -390,6 +436,8 @@ class PromptDataModule(LanguageDataModule):
             from datamodules.language.environments import replayable
 
             if not replayable(self.environment):
-                notice(f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
-                       "anew, in new environments")  # fmt: skip
+                notice(
+                    f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
+                    "anew, in new environments"
+                )
         return resumed_position(position, saved, self._layout, begun=bool(self._ahead))

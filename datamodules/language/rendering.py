@@ -22,8 +22,10 @@ def render(
     template = str(tokenizer.chat_template)
     for name, there in (("tools", tools), ("tool_calls", any(m.get("tool_calls") for m in messages))):
         if there and name not in template:
-            raise UsageError(f"a record has {name}, which the tokenizer's chat template does not read; give a "
-                             f"tokenizer for tool calls, or leave out {name}")  # fmt: skip
+            raise UsageError(
+                f"a record has {name}, which the tokenizer's chat template does not read; give a "
+                f"tokenizer for tool calls, or leave out {name}"
+            )
     variables = {**settings, **(record.get("chat_template_kwargs") or {})}
 
     def apply(messages: Messages, **how: Any) -> Any:
@@ -38,8 +40,9 @@ def render(
         if isinstance(error, UsageError):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"the chat template refuses a conversation with roles "
-                         f"{', '.join(m['role'] for m in messages)} ({reason})") from error  # fmt: skip
+        raise UsageError(
+            f"the chat template refuses a conversation with roles {', '.join(m['role'] for m in messages)} ({reason})"
+        ) from error
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
@@ -63,8 +66,10 @@ def _time_limit(what: str) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise UsageError(f"{what} takes more than {TEMPLATE_LIMIT_S:g} s of processor time for one conversation, as a "
-                         "loop without an end does; give another template")  # fmt: skip
+        raise UsageError(
+            f"{what} takes more than {TEMPLATE_LIMIT_S:g} s of processor time for one conversation, as a "
+            "loop without an end does; give another template"
+        )
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_LIMIT_S)
@@ -93,8 +98,9 @@ def _read_arguments(messages: Messages) -> tuple[Messages, list[str]]:
         texts.append(text)
         return {**value, "arguments": found}
 
-    return [{**m, "tool_calls": [read(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
-            for m in messages], texts  # fmt: skip
+    return [
+        {**m, "tool_calls": [read(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+    ], texts
 
 
 def _are_quoted(arguments: Sequence[str], render: Callable[[Messages], str], messages: Messages) -> bool:

@@ -31,8 +31,10 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """
     names = dict.fromkeys(name for record in records for name in record if name not in _NOT_PASSED)
     for name in _OWN.intersection(names):
-        raise UsageError(f"the records have a column {name!r}, the name by which reward functions get this run's own "
-                         f"{name}; rename or remove the column in the file or dataset")  # fmt: skip
+        raise UsageError(
+            f"the records have a column {name!r}, the name by which reward functions get this run's own "
+            f"{name}; rename or remove the column in the file or dataset"
+        )
     return {name: [record.get(name) for record in records] for name in names}
 
 
@@ -48,14 +50,21 @@ def accepted(parameters: Parameters, name: str, given: dict[str, Any]) -> dict[s
     """The part of ``given`` that a function accepts: what it names, and all columns if it has ``**columns``."""
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
         if needed and parameter.name not in given:
             columns = [key for key in given if key not in _OWN]
-            raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
-                             f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
+            raise UsageError(
+                f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
+                f"{', '.join(columns) or 'prompts'}; map one with columns"
+            )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {key: value for key, value in given.items()
-            if key in parameters or (takes_all and key not in (*LOGGING, RENDERED))}  # fmt: skip
+    return {
+        key: value
+        for key, value in given.items()
+        if key in parameters or (takes_all and key not in (*LOGGING, RENDERED))
+    }
 
 
 def copied(value: Any) -> Any:
@@ -93,8 +102,9 @@ class RewardLog:
         """Adds a column to the table of completions."""
         values = list(values)
         if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}, …): {len(values)} values for {self.count} completions; give one "
-                             "each")  # fmt: skip
+            raise ValueError(
+                f"log_extra({column!r}, …): {len(values)} values for {self.count} completions; give one each"
+            )
         self.columns.append((str(column), values))
 
 
@@ -130,9 +140,13 @@ def trainer_state(trainer: Any, epoch: float) -> TrainerState:
     # TRL's log has its own names, which TensorBoard shows with the prefix.
     latest = {name.removeprefix("train/"): value for name, value in getattr(module, "regular_metrics", {}).items()}
     return TrainerState(
-        step, max(0, total), epoch, getattr(module, "num_tokens", 0), trainer.is_global_zero,
+        step,
+        max(0, total),
+        epoch,
+        getattr(module, "num_tokens", 0),
+        trainer.is_global_zero,
         [{**latest, "step": step}] if latest else [],
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- the values
@@ -168,16 +182,22 @@ class Call:
             return self._number(value, i)
         sample, ids = self.first + i, self.given["completion_ids"]
         if not by_token:
-            raise self.refusal(f"{short(value)} for sample {sample}: a reward per token, which RLHFPPO alone learns "
-                               "from; return one number")  # fmt: skip
+            raise self.refusal(
+                f"{short(value)} for sample {sample}: a reward per token, which RLHFPPO alone learns "
+                "from; return one number"
+            )
         if ids is None or len(value) != len(ids[i]):
             tokens = "an unknown number of" if ids is None else len(ids[i])
-            raise self.refusal(f"{len(value)} numbers for sample {sample}, whose completion has {tokens} tokens; "
-                               "return one number, or one per token of completion_ids")  # fmt: skip
+            raise self.refusal(
+                f"{len(value)} numbers for sample {sample}, whose completion has {tokens} tokens; "
+                "return one number, or one per token of completion_ids"
+            )
         numbers = [self._number(number, i) for number in value]
         if any(math.isnan(number) for number in numbers):
-            raise self.refusal(f"{short(value)} for sample {sample}, with a None or NaN in it; where a token earns "
-                               "nothing the number is 0")  # fmt: skip
+            raise self.refusal(
+                f"{short(value)} for sample {sample}, with a None or NaN in it; where a token earns "
+                "nothing the number is 0"
+            )
         self.lists[sample] = numbers
         return math.fsum(numbers)
 
@@ -193,8 +213,10 @@ class Call:
                 number = None
         if number is None or abs(number) > torch.finfo(torch.float32).max:
             completion = short(self.given["completions"][i])
-            raise self.refusal(f"{short(value)} for sample {self.first + i} (completion {completion}), where a finite "
-                               "number or None should be")  # fmt: skip
+            raise self.refusal(
+                f"{short(value)} for sample {self.first + i} (completion {completion}), where a finite "
+                "number or None should be"
+            )
         return number
 
 

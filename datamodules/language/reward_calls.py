@@ -136,8 +136,9 @@ class RewardFunctions(Stateful):
         if state is not None:
             given["trainer_state"] = state
         numbers = range(len(self.funcs)) if functions is None else functions
-        calls = [Call(j, self.names[j], first, given, accepted(self._parameters[j], self.names[j], given))
-                 for j in numbers]  # fmt: skip
+        calls = [
+            Call(j, self.names[j], first, given, accepted(self._parameters[j], self.names[j], given)) for j in numbers
+        ]
         # Coroutine functions run at once, the others in turn.
         begun = [self._begin(call, 0, len(records)) if self._is_coroutine[call.function] else None for call in calls]
         for call, running in zip(calls, begun, strict=True):
@@ -159,8 +160,10 @@ class RewardFunctions(Stateful):
                 self._report(name, failures, records, completions)
         if not self._warned_of_none and rewards.numel() and rewards.isnan().all() and not self.has_failed:
             self._warned_of_none = True
-            notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
-                   "completions of a batch; such completions are left out")  # fmt: skip
+            notice(
+                f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
+                "completions of a batch; such completions are left out"
+            )
         return rewards
 
     @property
@@ -211,8 +214,10 @@ class RewardFunctions(Stateful):
     def _begin(self, call: Call, start: int, stop: int) -> tuple[RewardLog, Callable[[], Any]]:
         """The log of samples ``start`` to ``stop``, and a function that waits for their values."""
         func, log = self.funcs[call.function], RewardLog(call.first + start, stop - start)
-        part = {key: value if value is None or key in SHARED else copied(list(value[start:stop]))
-                for key, value in call.arguments.items()}  # fmt: skip
+        part = {
+            key: value if value is None or key in SHARED else copied(list(value[start:stop]))
+            for key, value in call.arguments.items()
+        }
         part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
         if self._is_coroutine[call.function]:
             return log, self.loop.start(partial(func, **part), self.time_limit_s)
@@ -258,8 +263,11 @@ class RewardFunctions(Stateful):
         self._failures[name] += len(failures)
         sample, error = min(failures, key=lambda failure: failure[0])
         example = short(completions[sample])
-        what = f"took longer than {self.time_limit_s} s" if isinstance(error, TooLong) else (
-            f"raised {visible(what_happened(error))}")  # fmt: skip
+        what = (
+            f"took longer than {self.time_limit_s} s"
+            if isinstance(error, TooLong)
+            else (f"raised {visible(what_happened(error))}")
+        )
         if len(failures) == n:
             # A call may have a single prompt: a round of dynamic_sampling, a rank's part, the rest of an evaluation.
             before = [] if name in self._scored else self._unscored.get(name, [])
@@ -267,13 +275,17 @@ class RewardFunctions(Stateful):
             if name not in self._scored:
                 self._unscored[name] = prompts
             if len(prompts) > 1:
-                raise UsageError(f"reward function {name!r} {what} on all {n} completions, such as {example}"
-                                 ) from error  # fmt: skip
+                raise UsageError(
+                    f"reward function {name!r} {what} on all {n} completions, such as {example}"
+                ) from error
         if name not in self._reported:
             self._reported.add(name)
             # Printed, for `rl fit` shows no log of this level.
-            print(f"reward function {name!r} {what} on {len(failures)} of {n} completions, such as {example}: they get "
-                  f"no reward from it; from here on see the metric rewards/{name}/failed", flush=True)  # fmt: skip
+            print(
+                f"reward function {name!r} {what} on {len(failures)} of {n} completions, such as {example}: they get "
+                f"no reward from it; from here on see the metric rewards/{name}/failed",
+                flush=True,
+            )
 
 
 def function_name(func: Callable[..., Any]) -> str:

@@ -102,9 +102,11 @@ async def _guarded(call: Callable[[], Awaitable[Any]]) -> tuple[Any, SystemExit 
 
 
 def score_in_parts(
-    rewards: RewardFunctions, records: Sequence[dict[str, Any]], completions: Sequence[Any],
+    rewards: RewardFunctions,
+    records: Sequence[dict[str, Any]],
+    completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]] | None,
-) -> list[Call]:  # fmt: skip
+) -> list[Call]:
     """Calls each function on as many parts of a batch as there are workers, of whole prompts and similar sizes."""
     n = len(records)
     begins = [i for i in range(1, n) if records[i]["prompt"] != records[i - 1]["prompt"]]

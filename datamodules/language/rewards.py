@@ -32,10 +32,20 @@ from rl_modules.common.loading import load_object, require_settings
 Rewards = list[float | None]
 
 __all__ = [
-    "RewardFunctions", "answer_in_tags", "cosine_length", "exact_answer", "last_number", "length_reward",
-    "load_reward_func", "math_accuracy", "outside_thought", "repetition_penalty", "reward_model",
-    "soft_overlong_penalty", "think_answer_format",
-]  # fmt: skip
+    "RewardFunctions",
+    "answer_in_tags",
+    "cosine_length",
+    "exact_answer",
+    "last_number",
+    "length_reward",
+    "load_reward_func",
+    "math_accuracy",
+    "outside_thought",
+    "repetition_penalty",
+    "reward_model",
+    "soft_overlong_penalty",
+    "think_answer_format",
+]
 
 
 def exact_answer(
@@ -94,8 +104,10 @@ def math_accuracy(
 
 def _compared(completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, str], float | None]) -> Rewards:
     """The score of each completion's text and reference; None without a reference."""
-    return [None if reference is None else score(text_of(completion), reference_text(reference))
-            for completion, reference in zip(completions, answer, strict=True)]  # fmt: skip
+    return [
+        None if reference is None else score(text_of(completion), reference_text(reference))
+        for completion, reference in zip(completions, answer, strict=True)
+    ]
 
 
 def length_reward(target: int) -> RewardFunction:
@@ -121,8 +133,10 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Rewa
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
     """
     if not 1 <= cache_length <= max_completion_length:
-        raise UsageError(f"soft_overlong_penalty: cache_length={cache_length} must lie between 1 and "
-                         f"max_completion_length={max_completion_length}")  # fmt: skip
+        raise UsageError(
+            f"soft_overlong_penalty: cache_length={cache_length} must lie between 1 and "
+            f"max_completion_length={max_completion_length}"
+        )
     free = max_completion_length - cache_length
 
     def penalty(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
@@ -138,8 +152,9 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward
     Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2. Equals TRL 1.16.
     """
     if ngram_size < 1 or max_penalty > 0:
-        raise UsageError(f"repetition_penalty: ngram_size={ngram_size} must be at least 1, and max_penalty="
-                         f"{max_penalty} at most 0")  # fmt: skip
+        raise UsageError(
+            f"repetition_penalty: ngram_size={ngram_size} must be at least 1, and max_penalty={max_penalty} at most 0"
+        )
 
     def penalty(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
         texts = completion_ids if completion_ids is not None else map(text_of, completions)
@@ -150,9 +165,13 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward
 
 
 def cosine_length(
-    max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5, min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0, reward: str | dict[str, Any] = "math_accuracy",
-) -> RewardFunction:  # fmt: skip
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+    reward: str | dict[str, Any] = "math_accuracy",
+) -> RewardFunction:
     """Returns a reward function that prefers short right completions and long wrong ones.
 
     R(y) = long + ½ (short − long) (1 + cos(π min(|y| / L_max, 1)))
@@ -171,8 +190,9 @@ def cosine_length(
         found: Rewards = []
         lengths = _lengths(completions, columns.get("completion_ids"))
         for value, length in zip(judge(completions=completions, **columns), lengths, strict=True):
-            short, long = (max_value_correct, min_value_correct) if value and value >= 1 else (
-                min_value_wrong, max_value_wrong)  # fmt: skip
+            short, long = (
+                (max_value_correct, min_value_correct) if value and value >= 1 else (min_value_wrong, max_value_wrong)
+            )
             share = (1 + math.cos(math.pi * min(length / max_len, 1))) / 2
             found.append(None if value is None else long + (short - long) * share)
         return found
@@ -187,8 +207,10 @@ def outside_thought(reward: str | dict[str, Any]) -> RewardFunction:
     @functools.wraps(judge)
     def outside(completions: Any, **columns: Any) -> Rewards:
         texts = [text.rpartition(TAGS[1])[2] if TAGS[1] in text else "" for text in map(text_of, completions)]
-        said: Any = [text if isinstance(given, str) else [{"role": "assistant", "content": text}]
-                     for text, given in zip(texts, completions, strict=True)]  # fmt: skip
+        said: Any = [
+            text if isinstance(given, str) else [{"role": "assistant", "content": text}]
+            for text, given in zip(texts, completions, strict=True)
+        ]
         return judge(completions=said, **columns)
 
     return named(outside, f"outside_thought.{function_name(judge)}")
@@ -271,8 +293,9 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         return _adapted(spec, getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__))
     if isinstance(spec, dict):
         if len(spec) != 1 or not isinstance(next(iter(spec.values())), dict):
-            raise UsageError(f"reward function {spec} must be one name with its settings, such as "
-                             "{length_reward: {target: 20}}")  # fmt: skip
+            raise UsageError(
+                f"reward function {spec} must be one name with its settings, such as {{length_reward: {{target: 20}}}}"
+            )
         ((name, settings),) = spec.items()
         factory = FACTORIES.get(name) or _imported(name, [*FUNCTIONS, *FACTORIES])
         require_settings(factory, settings, f"reward function {name!r}")
@@ -295,8 +318,10 @@ def load_reward_funcs(given: Any, task: Task | None) -> list[RewardFunction]:
 def _imported(path: str, known: list[str]) -> Any:
     """The object of an import path; the name or directory of a model is refused."""
     if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
-        raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
-                         "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
+        raise UsageError(
+            f"reward function {path!r} is the name or directory of a model; give it to the module as "
+            "reward_model_name_or_path, not to the datamodule in reward_funcs"
+        )
     return load_object(path, "reward function", known, "a function")
 
 

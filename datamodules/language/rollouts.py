@@ -24,11 +24,18 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
     rewards = rollout["rewards"].tolist()
     lines = []
     for i, (record, text) in enumerate(zip(rollout["records"], rollout["texts"], strict=True)):
-        found = {f"{_REWARD}{name}": None if math.isnan(x) else x
-                 for name, x in zip(rollout["reward_names"], rewards[i], strict=True)}  # fmt: skip
+        found = {
+            f"{_REWARD}{name}": None if math.isnan(x) else x
+            for name, x in zip(rollout["reward_names"], rewards[i], strict=True)
+        }
         own = {name: values[i] for name, values in columns.items()}
-        row = {"prompt": record["prompt"], "completion": text, **found, **own,
-               "completion_ids": tokens[i][start[i] : start[i] + length[i]]}  # fmt: skip
+        row = {
+            "prompt": record["prompt"],
+            "completion": text,
+            **found,
+            **own,
+            "completion_ids": tokens[i][start[i] : start[i] + length[i]],
+        }
         lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     path = Path(folder) / f"generation-{generation:06d}-rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +48,11 @@ def rescore(paths: Sequence[Path], reward_funcs: Sequence[Any], task: str | None
     specs = list(reward_funcs) or ([] if made is None else made.reward_funcs)
     files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     if not files or not specs:
-        raise UsageError("rescore: give --reward_funcs, or a --task with functions of its own" if not specs else
-                         f"rescore: no *.jsonl file is in {', '.join(map(str, paths))}")  # fmt: skip
+        raise UsageError(
+            "rescore: give --reward_funcs, or a --task with functions of its own"
+            if not specs
+            else f"rescore: no *.jsonl file is in {', '.join(map(str, paths))}"
+        )
     placed = [found for file in files for found in JsonlRows(file)]
     for place, row in placed:
         if "prompt" not in row or "completion" not in row:

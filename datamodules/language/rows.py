@@ -25,8 +25,10 @@ def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
     if isinstance(rewards, Tensor) and rewards.ndim in dims and len(rewards) == n:
         return rewards
     got = f"shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else f"a {type(rewards).__name__}"
-    raise UsageError(f"{type(policy).__name__}.rewards returned {got} for {n} completions; return a tensor with one "
-                     f"number for each, [{n}]")  # fmt: skip
+    raise UsageError(
+        f"{type(policy).__name__}.rewards returned {got} for {n} completions; return a tensor with one "
+        f"number for each, [{n}]"
+    )
 
 
 def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:

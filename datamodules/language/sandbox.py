@@ -43,9 +43,13 @@ def sandbox(
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", os.path.abspath(__file__), *limits],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"},
+                start_new_session=True,
+            )
             try:
                 child.communicate(code.encode("utf-8", "replace"), time_s)
             except subprocess.TimeoutExpired:

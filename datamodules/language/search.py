@@ -55,8 +55,10 @@ def islands() -> list[dict[str, str]]:
     rng = random.Random(0)
     names = ["".join(rng.choices(_SYLLABLES, k=3)).capitalize() for _ in range(2000)]
     names = list(dict.fromkeys(names))[:800]
-    return [{"name": name, "people": str(rng.randrange(100, 1000)), "harbour": harbour, "day": rng.choice(DAYS)}
-            for name, harbour in zip(names[:400], names[400:], strict=True)]  # fmt: skip
+    return [
+        {"name": name, "people": str(rng.randrange(100, 1000)), "harbour": harbour, "day": rng.choice(DAYS)}
+        for name, harbour in zip(names[:400], names[400:], strict=True)
+    ]
 
 
 @cache

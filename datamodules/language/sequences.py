@@ -144,8 +144,10 @@ class Pairs:
             # Both answers start where the prompt ends.
             position = torch.where(piece > 0, lengths[pair, 0], 0)[owner] + within
             for name, values, filler in (
-                ("position_ids", position, 0), ("segment", owner, -1), ("prompt_segment", 3 * pair[owner], -1)
-            ):  # fmt: skip
+                ("position_ids", position, 0),
+                ("segment", owner, -1),
+                ("prompt_segment", 3 * pair[owner], -1),
+            ):
                 filled = torch.full((rows * width,), filler)
                 filled[place] = values
                 batch[name] = filled.view(rows, width)

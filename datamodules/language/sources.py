@@ -63,8 +63,10 @@ def as_text(value: Any, what: str) -> str:
     try:
         value.encode()  # JSON may hold half of a surrogate pair, which no tokenizer takes
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} has {value[error.start]!a} in place {error.start}, half of a character; it can't be "
-                         "written as UTF-8") from error  # fmt: skip
+        raise UsageError(
+            f"{what} has {value[error.start]!a} in place {error.start}, half of a character; it can't be "
+            "written as UTF-8"
+        ) from error
     return value
 
 
@@ -102,18 +104,24 @@ def _checked(record: Any, place: str, required: Sequence[str], texts: Sequence[s
 
 
 def fitting(
-    lengths: Sequence[int], limit: int, where: str, overlong: str = "error", noun: str = "prompts",
+    lengths: Sequence[int],
+    limit: int,
+    where: str,
+    overlong: str = "error",
+    noun: str = "prompts",
     remedy: str = "take a model with more positions",
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Numbers of the records that are short enough; others are refused, or under ``overlong="drop"`` left out."""
     kept = [i for i, length in enumerate(lengths) if length <= limit]
     if dropped := len(lengths) - len(kept):
         first = next(i for i, length in enumerate(lengths) if length > limit)
         if overlong == "error" or not kept:
             refusal = UsageError if overlong == "error" else NothingUsable
-            raise refusal(f"{where}: {dropped} of {len(lengths)} {noun} are longer than {limit} tokens (record {first} "
-                          f"has {lengths[first]} tokens); shorten them, {remedy}"
-                          + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
+            raise refusal(
+                f"{where}: {dropped} of {len(lengths)} {noun} are longer than {limit} tokens (record {first} "
+                f"has {lengths[first]} tokens); shorten them, {remedy}"
+                + ("" if overlong == "drop" else ", or set overlong=drop")
+            )
         notice(f"{where}: {dropped} of {len(lengths)} {noun} left out, they are longer than {limit} tokens")
     return kept
 

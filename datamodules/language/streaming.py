@@ -30,9 +30,14 @@ class RecordStream:
     """
 
     def __init__(
-        self, rows: Rows, encode: Callable[[list[Placed]], list[Record]], buffer_size: int, seed: int,
-        name: str, per_row: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Rows,
+        encode: Callable[[list[Placed]], list[Record]],
+        buffer_size: int,
+        seed: int,
+        name: str,
+        per_row: int = 1,
+    ) -> None:
         self._rows, self._encode, self._size, self._seed, self._name = rows, encode, buffer_size, seed, name
         self._per_row = per_row
         self._blocks: dict[int, list[Record]] = {}
@@ -84,8 +89,10 @@ class RecordStream:
             self._unusable += 1
             if str(self._unusable).strip("0") == "1":
                 what = f"{self._unusable} blocks" if self._unusable > 1 else f"block {usable}"
-                notice(f"{self._name}: {what}, of streaming_buffer={self._size} records each, passed over: none can be "
-                       f"used ({reason})")  # fmt: skip
+                notice(
+                    f"{self._name}: {what}, of streaming_buffer={self._size} records each, passed over: none can be "
+                    f"used ({reason})"
+                )
             usable += 1
 
     def _from(self, row: int) -> Iterator[Placed]:
@@ -119,8 +126,10 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
         return lambda start: islice(read_jsonl(path), start, None)
     base, *part = parse_split(split)
     if any(part):
-        raise UsageError(f"dataset_split={split!r} names a part of a split, which can't be streamed; give {base!r}, or "
-                         "streaming=false")  # fmt: skip
+        raise UsageError(
+            f"dataset_split={split!r} names a part of a split, which can't be streamed; give {base!r}, or "
+            "streaming=false"
+        )
     import datasets
 
     name, source = str(path or dataset), path or dataset

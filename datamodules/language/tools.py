@@ -35,8 +35,10 @@ class Tools:
         found = [load_object(f, "tool") if isinstance(f, str) else f for f in given]
         self.functions = {getattr(function, "__name__", str(function)): function for function in found}
         if len(self.functions) < len(found):
-            raise UsageError(f"tools={[getattr(f, '__name__', f) for f in found]} has two functions of one name, by "
-                             "which the model calls them; rename one")  # fmt: skip
+            raise UsageError(
+                f"tools={[getattr(f, '__name__', f) for f in found]} has two functions of one name, by "
+                "which the model calls them; rename one"
+            )
         self.schemas = {name: schema_of(function) for name, function in self.functions.items()}
         self.result_limit = result_limit
 
@@ -96,14 +98,21 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         code = getattr(inspect.unwrap(function), "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         name = getattr(function, "__name__", function)
-        raise UsageError(f"tool {name!r}{where} can't be described to a model: {said}; give each argument a type, and "
-                         "a line 'name: meaning' under Args: in its docstring") from error  # fmt: skip
+        raise UsageError(
+            f"tool {name!r}{where} can't be described to a model: {said}; give each argument a type, and "
+            "a line 'name: meaning' under Args: in its docstring"
+        ) from error
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,),
-    "object": (dict,), "null": (type(None),),
-}  # fmt: skip
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -119,9 +128,12 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     )
     items = value if isinstance(value, list) else ()
     entries = value.values() if isinstance(value, dict) else ()
-    return (is_kind and ("enum" not in schema or value in schema["enum"])
-            and all(_fits(item, schema.get("items", {})) for item in items)
-            and all(_fits(item, schema.get("additionalProperties", {})) for item in entries))  # fmt: skip
+    return (
+        is_kind
+        and ("enum" not in schema or value in schema["enum"])
+        and all(_fits(item, schema.get("items", {})) for item in items)
+        and all(_fits(item, schema.get("additionalProperties", {})) for item in entries)
+    )
 
 
 class ToolEnvironment:

@@ -23,8 +23,10 @@ class TurnTemplate:
     def __init__(self, encoder: ChatEncoder, stops: Collection[int]) -> None:
         self.encoder, self.stops = encoder, frozenset(stops)
         if encoder.tokenizer.chat_template is None:
-            raise UsageError("environment: the tokenizer has no chat template, which writes an environment's messages; "
-                             "take a tokenizer with one")  # fmt: skip
+            raise UsageError(
+                "environment: the tokenizer has no chat template, which writes an environment's messages; "
+                "take a tokenizer with one"
+            )
         #: Characters that end a message's calls, and token ids that end its turn, by its form.
         self._ends: dict[str, tuple[int, list[int]]] = {}
         self._special = frozenset(i for i, token in encoder.tokenizer.added_tokens_decoder.items() if token.special)
@@ -63,22 +65,28 @@ class TurnTemplate:
             whole = str(self.encoder._render(talk, record, add_generation_prompt=True))
             start = whole.find(_WRITTEN)
             if start < 0 or whole.find(answer["content"], start) < 0:
-                raise UsageError("environment: the chat template leaves out a turn of a dialogue "
-                                 f"({whole[-2 * _SHOWN:]!r} ends a second turn); give another template")  # fmt: skip
+                raise UsageError(
+                    "environment: the chat template leaves out a turn of a dialogue "
+                    f"({whole[-2 * _SHOWN :]!r} ends a second turn); give another template"
+                )
             kept = opened + text + whole[start + len(_WRITTEN) :]
             if kept != whole:
                 place = common_length(kept, whole)
-                notice("environment: the chat template renders a dialogue's beginning differently when it goes on "
-                       f"({kept[place:][:_SHOWN]!r} becomes {whole[place:][:_SHOWN]!r}); a dialogue keeps the tokens "
-                       "that the model has read and written")  # fmt: skip
+                notice(
+                    "environment: the chat template renders a dialogue's beginning differently when it goes on "
+                    f"({kept[place:][:_SHOWN]!r} becomes {whole[place:][:_SHOWN]!r}); a dialogue keeps the tokens "
+                    "that the model has read and written"
+                )
                 return
 
     def _after(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> str:
         """What the template writes after the stand-in."""
         text = str(self.encoder._render(messages, record, **how))
         if _WRITTEN not in text:
-            raise UsageError("environment: the chat template leaves out what an assistant's message says, so that it "
-                             "is not known how a dialogue goes on; give another template")  # fmt: skip
+            raise UsageError(
+                "environment: the chat template leaves out what an assistant's message says, so that it "
+                "is not known how a dialogue goes on; give another template"
+            )
         return text.rpartition(_WRITTEN)[2]
 
     def _closing(self, alone: str, record: Mapping[str, Any]) -> str:

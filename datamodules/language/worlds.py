@@ -104,8 +104,10 @@ class TextMaze:
         if self.brief:
             return _user(self.cell())
         rows, columns = self.maze.shape
-        return _user(f"You walk in a maze of {rows} rows and {columns} columns. Find the goal and avoid the trap. "
-                     f"Answer with one word: left, down, right or up. You are at {self.cell()}.")  # fmt: skip
+        return _user(
+            f"You walk in a maze of {rows} rows and {columns} columns. Find the goal and avoid the trap. "
+            f"Answer with one word: left, down, right or up. You are at {self.cell()}."
+        )
 
     def step(self, message: Message) -> Step:
         """Moves."""
@@ -154,8 +156,12 @@ class Guess:
     def reset(self, record: Record) -> list[Message]:
         """Takes the record's ``secret``."""
         self.secret, self.guesses, self._low, self._high = int(record["secret"]), 0, 1, self.most
-        return _user("?" if self.brief else f"I think of a whole number from 1 to {self.most}. Guess it: answer with a "
-                     "number, and I say higher or lower. Use as few guesses as you can.")  # fmt: skip
+        return _user(
+            "?"
+            if self.brief
+            else f"I think of a whole number from 1 to {self.most}. Guess it: answer with a "
+            "number, and I say higher or lower. Use as few guesses as you can."
+        )
 
     def step(self, message: Message) -> Step:
         """Compares a guess with the secret."""
@@ -217,8 +223,12 @@ class Nim:
     def reset(self, record: Record) -> list[Message]:
         """Takes the record's ``stones``."""
         self.stones, self._perfect = int(record["stones"]), bool(record.get("perfect"))
-        return _user(str(self.stones) if self.brief else f"{self.stones} stones are left. Take 1, 2 or 3; whoever "
-                     "takes the last one wins. Answer with a number.")  # fmt: skip
+        return _user(
+            str(self.stones)
+            if self.brief
+            else f"{self.stones} stones are left. Take 1, 2 or 3; whoever "
+            "takes the last one wins. Answer with a number."
+        )
 
     def step(self, message: Message) -> Step:
         """Takes stones; where the opponent is perfect, it answers."""
@@ -302,5 +312,9 @@ class Islands(OneCall):
 
 #: The worlds by name.
 WORLDS: dict[str, type[TextMaze] | type[Guess] | type[Nim] | type[Arithmetic] | type[Islands]] = {
-    "maze": TextMaze, "guess": Guess, "nim": Nim, "arithmetic": Arithmetic, "islands": Islands,
-}  # fmt: skip
+    "maze": TextMaze,
+    "guess": Guess,
+    "nim": Nim,
+    "arithmetic": Arithmetic,
+    "islands": Islands,
+}

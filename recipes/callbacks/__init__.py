@@ -12,6 +12,15 @@ from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.callbacks.stops import FiniteCheck, StopTrainingOnRewardThreshold
 
 __all__ = [
-    "Checkpoints", "ConfigRecord", "EpisodeMonitor", "EpisodeRecorder", "EpisodeWriter", "FiniteCheck",
-    "StepProgressBar", "StopTrainingOnRewardThreshold", "TransitionProgressBar", "ValuePictures", "record_episodes",
-]  # fmt: skip
+    "Checkpoints",
+    "ConfigRecord",
+    "EpisodeMonitor",
+    "EpisodeRecorder",
+    "EpisodeWriter",
+    "FiniteCheck",
+    "StepProgressBar",
+    "StopTrainingOnRewardThreshold",
+    "TransitionProgressBar",
+    "ValuePictures",
+    "record_episodes",
+]

@@ -32,8 +32,15 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 
 #: What a ModelCheckpoint knows of the best checkpoint.
-_BEST = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score",
-         "best_at")  # fmt: skip
+_BEST = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "current_score",
+    "best_at",
+)
 #: Packages whose callbacks log no metrics of a user's.
 _PACKAGES = ("lightning", "recipes", "rl_modules")
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
@@ -74,9 +81,12 @@ class Checkpoints(ModelCheckpoint):
         if mode not in ("max", "min"):
             raise UsageError(f"mode={mode!r} must be max or min")
         super().__init__(
-            monitor=monitor or "eval/mean_reward", mode=mode, filename="best", save_on_train_epoch_end=False,
-            enable_version_counter=False
-        )  # fmt: skip
+            monitor=monitor or "eval/mean_reward",
+            mode=mode,
+            filename="best",
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
         self._chosen = monitor is not None
         if interval_s < 0:
             raise UsageError(f"interval_s={interval_s} must not be negative")
@@ -295,8 +305,10 @@ class Checkpoints(ModelCheckpoint):
         if error := self._disk_error(trainer, lambda: trainer.save_checkpoint(coming, weights_only=False)):
             return error
         if coming.is_dir():
-            raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
-                             "but a run resumes from one file; use ddp or ModelParallelStrategy")  # fmt: skip
+            raise UsageError(
+                f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
+                "but a run resumes from one file; use ddp or ModelParallelStrategy"
+            )
         if trainer.is_global_zero:
             try:
                 self._rotate(trainer, folder)
@@ -350,10 +362,15 @@ class Checkpoints(ModelCheckpoint):
         # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
         if state_dict["best_model_path"] and os.path.exists(best):
             score, self.best_at = state_dict["best_model_score"], state_dict.get("best_at")
-            super().load_state_dict({
-                **state_dict, "dirpath": self.dirpath, "best_model_path": best, "kth_best_model_path": best,
-                "best_k_models": {best: score},
-            })  # fmt: skip
+            super().load_state_dict(
+                {
+                    **state_dict,
+                    "dirpath": self.dirpath,
+                    "best_model_path": best,
+                    "kth_best_model_path": best,
+                    "best_k_models": {best: score},
+                }
+            )
 
 
 def _number_if_older(trainer: L.Trainer) -> int | None:
@@ -361,8 +378,11 @@ def _number_if_older(trainer: L.Trainer) -> int | None:
     if len(trainer.loggers) != 1 or not isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None
     folder = log_folder(trainer)
-    numbers = {path.name: int(number) for path in folder.parent.glob("version_*")
-               if (number := path.name.removeprefix("version_")).isdigit()}  # fmt: skip
+    numbers = {
+        path.name: int(number)
+        for path in folder.parent.glob("version_*")
+        if (number := path.name.removeprefix("version_")).isdigit()
+    }
     own = numbers.get(folder.name)
     return own if own is not None and own < max(numbers.values()) else None
 
@@ -390,5 +410,7 @@ def require_metric(callback: Any, callbacks: list[L.Callback], module: Any) -> N
     is_of_training = monitor.startswith(("train/", "rollout/", "time/", "lr-")) or monitor in ("epoch", "step")
     if not is_users and (selects or not is_of_training):
         name = "checkpoint" if selects else type(callback).__name__
-        raise UsageError(f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
-                         f"{', '.join(known)}{did_you_mean(monitor, known)}")  # fmt: skip
+        raise UsageError(
+            f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
+            f"{', '.join(known)}{did_you_mean(monitor, known)}"
+        )

@@ -73,8 +73,10 @@ class EpisodeMonitor(L.Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         continues = saved is not None and path.is_file() and path.stat().st_size >= saved["size"]
         if saved is not None and continues and (before := saved.get("info_keywords", [])) != list(self.info_keywords):
-            raise UsageError(f"info_keywords={list(self.info_keywords)} differ from those of {path}, {before}; resume "
-                             "with the same, or give another folder")  # fmt: skip
+            raise UsageError(
+                f"info_keywords={list(self.info_keywords)} differ from those of {path}, {before}; resume "
+                "with the same, or give another folder"
+            )
         self._file = path.open("a" if continues else "w", encoding="utf-8", newline="\n")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if saved is not None and continues:
@@ -114,8 +116,12 @@ class EpisodeMonitor(L.Callback):
         if not self._file.closed:
             self._file.flush()
         path = self.path(trainer)
-        own = {"size": path.stat().st_size if path.is_file() else 0, "t_start": self._t_start_s,
-               "last_t": self._last_t_s, "info_keywords": list(self.info_keywords)}  # fmt: skip
+        own = {
+            "size": path.stat().st_size if path.is_file() else 0,
+            "t_start": self._t_start_s,
+            "last_t": self._last_t_s,
+            "info_keywords": list(self.info_keywords),
+        }
         return {"ranks": gather_ranks(own, trainer.global_rank, trainer.world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,8 +195,12 @@ class CompletionWriter(EpisodeWriter):
                 continue
             correct = None if batch["correct"] is None else batch["correct"].flatten().tolist()
             for i, (prompt, text) in enumerate(zip(batch["prompts"], batch["texts"], strict=True)):
-                row = {"prompt": prompt, "completion": text, "length": int(batch["length"][i]),
-                       "finished": bool(batch["finished"][i])}  # fmt: skip
+                row = {
+                    "prompt": prompt,
+                    "completion": text,
+                    "length": int(batch["length"][i]),
+                    "finished": bool(batch["finished"][i]),
+                }
                 if correct is not None:
                     row["correct"] = correct[i]
                 values = batch["rewards"][i].tolist()

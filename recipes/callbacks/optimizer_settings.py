@@ -30,8 +30,10 @@ def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]
     for kind in ("optimizers", "lr_schedulers"):
         before, after = ([part["class"] for part in settings[kind]] for settings in (saved, now))
         if before != after:
-            raise UsageError(f"the checkpoint has the state of {kind} {', '.join(before) or 'none'}, this run has "
-                             f"{', '.join(after) or 'none'}; resume with the same")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint has the state of {kind} {', '.join(before) or 'none'}, this run has "
+                f"{', '.join(after) or 'none'}; resume with the same"
+            )
     for optimizer, old, new in zip(trainer.optimizers, saved["optimizers"], now["optimizers"], strict=True):
         changed = {}
         for group, before, after in zip(optimizer.param_groups, old["groups"], new["groups"], strict=True):
@@ -45,8 +47,9 @@ def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]
             # `saved_runs.announce` has printed the module's own arguments.
             if trainer.lightning_module.hparams.get({"lr": "learning_rate"}.get(name, name)) is None:
                 _print_change(f"optimizer.{name}", *values)
-    for config, old, new in zip(trainer.lr_scheduler_configs, saved["lr_schedulers"], now["lr_schedulers"],
-                                strict=True):  # fmt: skip
+    for config, old, new in zip(
+        trainer.lr_scheduler_configs, saved["lr_schedulers"], now["lr_schedulers"], strict=True
+    ):
         scheduler: Any = config.scheduler
         for name, value in new.items():
             if name in old and value != old[name]:

@@ -117,8 +117,11 @@ class ValuePictures(Callback):
             )
             return
         achieved, best = model.expected_return(pl_module.greedy_policy()), model.optimal_return()
-        title = (f"{name} on {datamodule.env_name}", f"{datamodule.num_timesteps:,} transitions",
-                 f"greedy return {achieved:.4g} (best {best:.4g})")  # fmt: skip
+        title = (
+            f"{name} on {datamodule.env_name}",
+            f"{datamodule.num_timesteps:,} transitions",
+            f"greedy return {achieved:.4g} (best {best:.4g})",
+        )
         image = draw_values(pl_module.allowed_q, model, title)
         folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)

@@ -159,8 +159,12 @@ class ProgressLines:
             left = f", {_clock(seconds)} left"
         share = f" ({done / total:.0%})" if total else ""
         of = f" of {total:,}" if total else ""
-        print(f"{_clock(now_s - self._began_s)}  {done:,}{of} {self.bar.unit}{share}, {speed}{left}"
-              f"{f'  {result}' if result else ''}", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{_clock(now_s - self._began_s)}  {done:,}{of} {self.bar.unit}{share}, {speed}{left}"
+            f"{f'  {result}' if result else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _clock(seconds: float) -> str:

@@ -114,8 +114,10 @@ class EpisodeRecorder(Stateful, Callback):
                 env = environment_to_film(data)
                 env.close()
                 if env.render_mode is None:
-                    raise UsageError(f"recording makes the environment {data.env_name} with render_mode='rgb_array'; "
-                                     "give it this argument, and have its render return frames")  # fmt: skip
+                    raise UsageError(
+                        f"recording makes the environment {data.env_name} with render_mode='rgb_array'; "
+                        "give it this argument, and have its render return frames"
+                    )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A resumed run may record more often than the one that wrote its checkpoint.

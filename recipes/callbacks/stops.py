@@ -52,8 +52,10 @@ class FiniteCheck(Callback):
         self._check_pending(trainer)
         for name, parameter in pl_module.named_parameters():
             if not torch.isfinite(parameter).all():
-                raise UsageError(f"after step {trainer.global_step} the parameter {name} is NaN or infinite; no "
-                                 f"checkpoint was written since, {_last_good(trainer)}")  # fmt: skip
+                raise UsageError(
+                    f"after step {trainer.global_step} the parameter {name} is NaN or infinite; no "
+                    f"checkpoint was written since, {_last_good(trainer)}"
+                )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._check_pending(trainer)
@@ -74,8 +76,10 @@ def _check_step(trainer: L.Trainer, step: int, epoch: int, batch: Any, loss: Ten
     file = _folder(trainer) / f"bad_batch{suffix}.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"batch": plain_batch(batch), "step": step, "epoch": epoch, "what": name, "value": value}, file)
-    raise UsageError(f"the {name} of optimizer step {step} (epoch {epoch}) is {value}; training stopped, its batch "
-                     f"is in {file}, {_last_good(trainer)}")  # fmt: skip
+    raise UsageError(
+        f"the {name} of optimizer step {step} (epoch {epoch}) is {value}; training stopped, its batch "
+        f"is in {file}, {_last_good(trainer)}"
+    )
 
 
 def _folder(trainer: L.Trainer) -> Path:
@@ -119,8 +123,10 @@ class StopTrainingOnRewardThreshold(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
         if getattr(data, "eval_freq", None) == 0 or not hasattr(data, "eval_freq"):
-            raise UsageError("StopTrainingOnRewardThreshold reads evaluations in training, and there are none: set "
-                             "data.eval_freq, in transitions")  # fmt: skip
+            raise UsageError(
+                "StopTrainingOnRewardThreshold reads evaluations in training, and there are none: set "
+                "data.eval_freq, in transitions"
+            )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         mean = trainer.callback_metrics.get("eval/mean_reward")

@@ -57,16 +57,20 @@ def _resolve(group: str, path: str) -> type:
             imported = {cls.__name__: cls for cls in _subclasses(BASES[group])}
             if not module and name in imported:
                 return imported[name]
-            raise UsageError(f"{group} class {name!r} is unknown; known are {', '.join(package.__all__)}"
-                             f"{did_you_mean(name, package.__all__)}")  # fmt: skip
+            raise UsageError(
+                f"{group} class {name!r} is unknown; known are {', '.join(package.__all__)}"
+                f"{did_you_mean(name, package.__all__)}"
+            )
         try:
             return getattr(package, name)
         except ModuleNotFoundError as error:
             raise UsageError(f"{name} needs {error.name}, which is not installed: {install('language')}") from error
     found = member_of(import_user_module(module, f"--{group} {path}"), name, f"--{group} {path}")
     if not inspect.isclass(found) or not issubclass(found, BASES[group]):
-        raise UsageError(f"--{group} {path} is no {BASES[group].__name__}; give a class such as "
-                         f"{package.__name__}.{package.__all__[0]}")  # fmt: skip
+        raise UsageError(
+            f"--{group} {path} is no {BASES[group].__name__}; give a class such as "
+            f"{package.__name__}.{package.__all__[0]}"
+        )
     return found
 
 

@@ -73,8 +73,9 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     elif command.startswith("-"):
         raise UsageError(f"{command!r} comes before the command; write it after one, as in `rl fit {command} …`")
     else:
-        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(known)}"
-                         f"{did_you_mean(command, known)}")  # fmt: skip
+        raise UsageError(
+            f"unknown command {command!r}; the commands are {', '.join(known)}{did_you_mean(command, known)}"
+        )
 
 
 def _run_alone(command: str, given: Any) -> None:
@@ -150,8 +151,9 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
     for name, value, words in options_in(args):
         if name in ("--config", "-c"):
             if not value:
-                raise UsageError("--config needs a file or the name of an installed config, as in --config "
-                                 "ppo/cartpole.yaml")  # fmt: skip
+                raise UsageError(
+                    "--config needs a file or the name of an installed config, as in --config ppo/cartpole.yaml"
+                )
             path = configs.find(value)
             configs.checked(path)
             configs_named += ["--config", str(path)]

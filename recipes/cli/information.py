@@ -60,79 +60,152 @@ With a command it is rl with a default config (dpo, kto, rloo and distillation t
 _RUN = {"type": Path, "help": "folder of the run, for example logs/PPO-CartPole-v1/version_0"}
 #: What the commands that start no run do, and their arguments.
 ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "export": ("Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.", {
-        "--ckpt_path": {"required": True, "metavar": "PATH",
-                        "help": "a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt"},
-        "--output": {"required": True, "metavar": "FOLDER", "help": "the directory to write"},
-        "--model": {"metavar": "CLASS", "help": "import path of the algorithm, if it is not part of rl_modules"},
-    }),
-    "serve": ("Generates completions for runs with --model.sampler vllm_server. The run sends the model and its "
-              "weights. The server answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a "
-              "new one, which it writes to a file. With --model it scores texts for Distillation.", {
-        "--model": {"metavar": "DIRECTORY", "help": "serve this model as a teacher (model.teacher_model_server_url) "
-                    "instead of writing completions"},
-        "--engine": {"choices": ("vllm", "native"), "default": "vllm", "help": "the engine that generates"},
-        "--host": {"default": "127.0.0.1", "help": "the address to listen on; default: 127.0.0.1"},
-        "--port": {"type": int, "default": 8000, "help": "the port to listen on; 0: any free port; default: 8000"},
-        "--token_file": {"metavar": "FILE", "help": "where to write the token, for this user alone to read; default: "
-                         "~/.cache/lightning-rl-recipes/serve-PORT.token"},
-        "--gpu_memory_utilization": {"type": float, "default": 0.9, "metavar": "SHARE",
-                                     "help": "vllm: share of the GPU's memory to use; default: 0.9"},
-        "--max_rows_in_flight": {"type": int, "metavar": "N",
-                                 "help": "maximum number of completions decoded together; default: no limit"},
-    }),
-    "compare": ("Prints what differs in the settings of runs, and what they reached: mean over seeds with a 95 % "
-                "bootstrap interval, interquartile mean, probability of improvement over the first.", {
-        "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's folder, one with runs below it (of an algorithm, a "
-                                                         "sweep), or a pattern"},
-        "--metric": {"metavar": "NAME", "help": "what is compared; default: the evaluation that all runs have"},
-        "--mode": {"choices": ("max", "min"), "help": "where it is better; default: min for a loss, else max"},
-        "--plot": {"type": Path, "metavar": "FILE", "help": "draw the curves with their intervals: .png, .pdf or .svg"},
-        "--csv": {"type": Path, "metavar": "FILE", "help": "write the whole table"},
-    }),
-    "sweep": ("Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. Options of rl fit hold for "
-              "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
-              "once share the trials.", {
-        "file": {"metavar": "FILE", "help": "names a config and ranges of its arguments"},
-        "--n_trials": {"metavar": "N",
-                       "help": "number of trials, also to extend a finished sweep; default: the file's, or 50"},
-    }),
-    "check": ("Runs Gymnasium's check of an environment and plays it with random actions twice; prints its spaces, the "
-              "algorithms that fit them, and what is worth changing.", {
-        "env": {"metavar": "ENV", "help": "a Gymnasium id, or the import path of a callable, as in my_envs:make"}}),
-    "list": ("Lists the installed configs with their one-line descriptions.", {
-        "word": {"nargs": "?", "help": "only those whose name or description contains it"}}),
-    "copy": ("Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.", {
-        "name": {"help": "of the config"}, "target": {"help": "a file, or a folder that exists"}}),
-    "doctor": ("Prints versions, the device, and for each missing extra the command that installs it.", {
-        "--model": {"metavar": "FOLDER", "help": "print how completions of this language model are decoded here, and "
-                                                 "why not in a faster way"},
-    }),
-    "learn": ("Copies the field guide's notebooks into a folder, where your changes stay, and opens JupyterLab.", {
-        "--folder": {"type": Path, "default": Path("field_guide"), "help": "default: field_guide"},
-        "--copy_only": {"action": "store_true", "help": "do not open JupyterLab"},
-    }),
-    "completion": ("Prints a completion script: eval \"$(rl completion bash)\".", {
-        "shell": {"choices": ("bash", "zsh"), "help": "for which"}}),
-    "replay": ("Rebuilds the batch, the loss and the gradient's norm of one update, from the nearest checkpoint before "
-               "it.", {
-        "run": _RUN, "--step": {"type": int, "required": True, "help": "number of the update, from 1"},
-        "--output": {"type": Path, "help": "file to write; default: update-<step>.pt"},
-        "--interactive": {"action": "store_true", "help": "open a Python console with the update and the model"},
-    }),
-    "rescore": ("Scores stored completions with other reward functions, as in rl rescore rollouts --reward_funcs "
-                "exact_answer; the rollouts come from data.rollouts_path, or from rl predict.", {
-        "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "JSONL files, or folders of them"},
-        "--reward_funcs": {"nargs": "+", "default": [], "metavar": "NAME",
-                           "help": "names, import paths, or JSON such as '{\"length_reward\": {\"target\": 20}}'"},
-        "--task": {"help": "task whose reward functions may be named; alone: its own"},
-        "--output": {"type": Path, "default": Path("rescored.jsonl"), "help": "file to write; default: "
-                     "rescored.jsonl"},
-    }),
-    "verify": ("Recomputes a run from one checkpoint to its last and compares bit for bit.", {
-        "run": _RUN, "--from": {"dest": "start", "help": "checkpoint to start from, for example step-100; start: the "
-                                "run's beginning; default: the checkpoint before the last"}}),
-}  # fmt: skip
+    "export": (
+        "Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.",
+        {
+            "--ckpt_path": {
+                "required": True,
+                "metavar": "PATH",
+                "help": "a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt",
+            },
+            "--output": {"required": True, "metavar": "FOLDER", "help": "the directory to write"},
+            "--model": {"metavar": "CLASS", "help": "import path of the algorithm, if it is not part of rl_modules"},
+        },
+    ),
+    "serve": (
+        "Generates completions for runs with --model.sampler vllm_server. The run sends the model and its "
+        "weights. The server answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a "
+        "new one, which it writes to a file. With --model it scores texts for Distillation.",
+        {
+            "--model": {
+                "metavar": "DIRECTORY",
+                "help": "serve this model as a teacher (model.teacher_model_server_url) instead of writing completions",
+            },
+            "--engine": {"choices": ("vllm", "native"), "default": "vllm", "help": "the engine that generates"},
+            "--host": {"default": "127.0.0.1", "help": "the address to listen on; default: 127.0.0.1"},
+            "--port": {"type": int, "default": 8000, "help": "the port to listen on; 0: any free port; default: 8000"},
+            "--token_file": {
+                "metavar": "FILE",
+                "help": "where to write the token, for this user alone to read; default: "
+                "~/.cache/lightning-rl-recipes/serve-PORT.token",
+            },
+            "--gpu_memory_utilization": {
+                "type": float,
+                "default": 0.9,
+                "metavar": "SHARE",
+                "help": "vllm: share of the GPU's memory to use; default: 0.9",
+            },
+            "--max_rows_in_flight": {
+                "type": int,
+                "metavar": "N",
+                "help": "maximum number of completions decoded together; default: no limit",
+            },
+        },
+    ),
+    "compare": (
+        "Prints what differs in the settings of runs, and what they reached: mean over seeds with a 95 % "
+        "bootstrap interval, interquartile mean, probability of improvement over the first.",
+        {
+            "runs": {
+                "nargs": "+",
+                "metavar": "RUN",
+                "help": "a run's folder, one with runs below it (of an algorithm, a sweep), or a pattern",
+            },
+            "--metric": {"metavar": "NAME", "help": "what is compared; default: the evaluation that all runs have"},
+            "--mode": {"choices": ("max", "min"), "help": "where it is better; default: min for a loss, else max"},
+            "--plot": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "draw the curves with their intervals: .png, .pdf or .svg",
+            },
+            "--csv": {"type": Path, "metavar": "FILE", "help": "write the whole table"},
+        },
+    ),
+    "sweep": (
+        "Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. Options of rl fit hold for "
+        "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
+        "once share the trials.",
+        {
+            "file": {"metavar": "FILE", "help": "names a config and ranges of its arguments"},
+            "--n_trials": {
+                "metavar": "N",
+                "help": "number of trials, also to extend a finished sweep; default: the file's, or 50",
+            },
+        },
+    ),
+    "check": (
+        "Runs Gymnasium's check of an environment and plays it with random actions twice; prints its spaces, the "
+        "algorithms that fit them, and what is worth changing.",
+        {"env": {"metavar": "ENV", "help": "a Gymnasium id, or the import path of a callable, as in my_envs:make"}},
+    ),
+    "list": (
+        "Lists the installed configs with their one-line descriptions.",
+        {"word": {"nargs": "?", "help": "only those whose name or description contains it"}},
+    ),
+    "copy": (
+        "Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.",
+        {"name": {"help": "of the config"}, "target": {"help": "a file, or a folder that exists"}},
+    ),
+    "doctor": (
+        "Prints versions, the device, and for each missing extra the command that installs it.",
+        {
+            "--model": {
+                "metavar": "FOLDER",
+                "help": "print how completions of this language model are decoded here, and why not in a faster way",
+            },
+        },
+    ),
+    "learn": (
+        "Copies the field guide's notebooks into a folder, where your changes stay, and opens JupyterLab.",
+        {
+            "--folder": {"type": Path, "default": Path("field_guide"), "help": "default: field_guide"},
+            "--copy_only": {"action": "store_true", "help": "do not open JupyterLab"},
+        },
+    ),
+    "completion": (
+        'Prints a completion script: eval "$(rl completion bash)".',
+        {"shell": {"choices": ("bash", "zsh"), "help": "for which"}},
+    ),
+    "replay": (
+        "Rebuilds the batch, the loss and the gradient's norm of one update, from the nearest checkpoint before it.",
+        {
+            "run": _RUN,
+            "--step": {"type": int, "required": True, "help": "number of the update, from 1"},
+            "--output": {"type": Path, "help": "file to write; default: update-<step>.pt"},
+            "--interactive": {"action": "store_true", "help": "open a Python console with the update and the model"},
+        },
+    ),
+    "rescore": (
+        "Scores stored completions with other reward functions, as in rl rescore rollouts --reward_funcs "
+        "exact_answer; the rollouts come from data.rollouts_path, or from rl predict.",
+        {
+            "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "JSONL files, or folders of them"},
+            "--reward_funcs": {
+                "nargs": "+",
+                "default": [],
+                "metavar": "NAME",
+                "help": 'names, import paths, or JSON such as \'{"length_reward": {"target": 20}}\'',
+            },
+            "--task": {"help": "task whose reward functions may be named; alone: its own"},
+            "--output": {
+                "type": Path,
+                "default": Path("rescored.jsonl"),
+                "help": "file to write; default: rescored.jsonl",
+            },
+        },
+    ),
+    "verify": (
+        "Recomputes a run from one checkpoint to its last and compares bit for bit.",
+        {
+            "run": _RUN,
+            "--from": {
+                "dest": "start",
+                "help": "checkpoint to start from, for example step-100; start: the "
+                "run's beginning; default: the checkpoint before the last",
+            },
+        },
+    ),
+}
 
 
 def general_help() -> str:
@@ -155,25 +228,69 @@ def parser_of(command: str) -> Parser:
 WIDTH = 120
 #: What people set most, in the order in which help shows it.
 MOST_USED = (
-    "learning_rate", "gamma", "model_name_or_path", "max_completion_length", "temperature", "lora", "beta", "epsilon",
-    "loss_type", "env_id", "task", "path", "dataset", "reward_funcs", "num_generations", "total_timesteps", "n_envs",
-    "n_steps", "batch_size", "n_epochs", "buffer_size", "train_freq", "learning_starts", "clip_range", "gae_lambda",
-    "ent_coef", "exploration_fraction", "net_arch", "norm_obs", "eval_freq", "n_eval", "eval_steps", "warmup_steps",
-    "init_from", "chat_template", "num_iterations", "wrappers", "n_eval_episodes", "seed",
-)  # fmt: skip
+    "learning_rate",
+    "gamma",
+    "model_name_or_path",
+    "max_completion_length",
+    "temperature",
+    "lora",
+    "beta",
+    "epsilon",
+    "loss_type",
+    "env_id",
+    "task",
+    "path",
+    "dataset",
+    "reward_funcs",
+    "num_generations",
+    "total_timesteps",
+    "n_envs",
+    "n_steps",
+    "batch_size",
+    "n_epochs",
+    "buffer_size",
+    "train_freq",
+    "learning_starts",
+    "clip_range",
+    "gae_lambda",
+    "ent_coef",
+    "exploration_fraction",
+    "net_arch",
+    "norm_obs",
+    "eval_freq",
+    "n_eval",
+    "eval_steps",
+    "warmup_steps",
+    "init_from",
+    "chat_template",
+    "num_iterations",
+    "wrappers",
+    "n_eval_episodes",
+    "seed",
+)
 #: Names of the groups of arguments by the class that introduces them; another class is its own.
 GROUP_NAMES = {
-    "LanguageModule": "model", "LanguagePolicy": "sampling", "PolicyWithReference": "reference", "Algorithm":
-    "learning", "ControlModule": "learning", "ActorCriticModule": "actor_critic", "LanguageArguments": "records",
+    "LanguageModule": "model",
+    "LanguagePolicy": "sampling",
+    "PolicyWithReference": "reference",
+    "Algorithm": "learning",
+    "ControlModule": "learning",
+    "ActorCriticModule": "actor_critic",
+    "LanguageArguments": "records",
     "ControlDataModule": "environments",
-}  # fmt: skip
+}
 _TRAINER = {
-    "trainer.accelerator": "cpu, gpu or auto", "trainer.devices": "processes, or GPUs",
-    "trainer.max_steps": "optimizer steps after which training ends", "trainer.precision": "32-true or bf16-mixed",
-    "trainer.logger": "TensorBoardLogger, CSVLogger, WandbLogger, or false", "trainer.default_root_dir":
-    "folder of the logs", "seed_everything": "seed of everything random", "threads": "CPU threads of torch",
-    "resume": "resume the newest run of this model on this data", "record_every": "transitions between two videos",
-}  # fmt: skip
+    "trainer.accelerator": "cpu, gpu or auto",
+    "trainer.devices": "processes, or GPUs",
+    "trainer.max_steps": "optimizer steps after which training ends",
+    "trainer.precision": "32-true or bf16-mixed",
+    "trainer.logger": "TensorBoardLogger, CSVLogger, WandbLogger, or false",
+    "trainer.default_root_dir": "folder of the logs",
+    "seed_everything": "seed of everything random",
+    "threads": "CPU threads of torch",
+    "resume": "resume the newest run of this model on this data",
+    "record_every": "transitions between two videos",
+}
 
 
 def short_help(command: str, chosen: Mapping[str, type], topic: str = "") -> str:
@@ -181,8 +298,10 @@ def short_help(command: str, chosen: Mapping[str, type], topic: str = "") -> str
     parts = [line for group, cls in chosen.items() for line in _section(group, cls, topic)]
     if topic and not parts:
         known = {name: None for cls in chosen.values() for name in _groups(cls)}
-        raise UsageError(f"--help {topic}: no argument and no group of arguments is called so; the groups are "
-                         f"{', '.join(known)}{did_you_mean(topic, known)}, and all lists everything")  # fmt: skip
+        raise UsageError(
+            f"--help {topic}: no argument and no group of arguments is called so; the groups are "
+            f"{', '.join(known)}{did_you_mean(topic, known)}, and all lists everything"
+        )
     if topic:
         return "\n".join(parts).strip("\n")
     head = [
@@ -211,8 +330,11 @@ def _section(group: str, cls: type, topic: str) -> list[str]:
     settings, groups = settings_of(cls), _groups(cls)
     if topic:
         names = groups.get(topic) or [name for name, x in settings.items() if topic in f"{name} {x.says}"]
-        return [line for name in names
-                for line in ["", *_entry(f"{group}.{name}", settings[name].default, settings[name].says)]]  # fmt: skip
+        return [
+            line
+            for name in names
+            for line in ["", *_entry(f"{group}.{name}", settings[name].default, settings[name].says)]
+        ]
     shown = [name for name in MOST_USED if name in settings][:10]
     summary = (inspect.getdoc(cls) or cls.__name__).partition("\n")[0]
     lines = ["", *textwrap.wrap(f"{group}: {cls.__name__}, {summary}", WIDTH)]
@@ -229,8 +351,14 @@ def _section(group: str, cls: type, topic: str) -> list[str]:
 def _entry(name: str, default: Any, text: str) -> list[str]:
     """Returns the lines of an option: name, default, meaning."""
     left = f"  --{name}{'' if default is None else f' {default}'}"
-    return textwrap.wrap(f"{left:42} {text.replace('``', '')}", WIDTH, subsequent_indent=" " * 43, drop_whitespace=True,
-                         break_on_hyphens=False, break_long_words=False)  # fmt: skip
+    return textwrap.wrap(
+        f"{left:42} {text.replace('``', '')}",
+        WIDTH,
+        subsequent_indent=" " * 43,
+        drop_whitespace=True,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 #: Packages that every run needs.
@@ -268,8 +396,11 @@ def checked(env_id: str) -> str:
     env = make_env(env_id)
     observed, acts = env.observation_space, env.action_space
     env.close()
-    lines = [f"observation_space  {observed}", f"action_space       {acts}",
-             f"algorithms         {', '.join(algorithms_for(observed, acts)) or 'none'}"]  # fmt: skip
+    lines = [
+        f"observation_space  {observed}",
+        f"action_space       {acts}",
+        f"algorithms         {', '.join(algorithms_for(observed, acts)) or 'none'}",
+    ]
     return "\n".join([*lines, *(f"advice             {one}" for one in advice), f"{env_id} can be used"])
 
 

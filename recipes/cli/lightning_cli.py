@@ -111,15 +111,18 @@ class RLCLI(LightningCLI):
             parser.add_argument("--episodes", type=int, default=1, help="Number of episodes to record.")
         elif self.command == "predict":
             parser.add_argument(
-                "--output", type=str, default=None,
+                "--output",
+                type=str,
+                default=None,
                 help="File, .csv or .jsonl; default: episodes.csv, for a language model completions.csv.",
-            )  # fmt: skip
+            )
         if self.command == "fit":
             parser.add_lightning_class_args(Checkpoints, "checkpoint")
             parser.add_argument(
-                "--resume", action="store_true",
+                "--resume",
+                action="store_true",
                 help="Resume the newest run of this model on this data; start one if there is none.",
-            )  # fmt: skip
+            )
             parser.add_argument(
                 "--record_every", type=int, default=0, help="Transitions between two recorded episodes; 0: none."
             )
@@ -164,8 +167,10 @@ class RLCLI(LightningCLI):
         if self.command != "fit" and config.get("ckpt_path") is None and not any(given):
             name = "record" if self.records else self.command
             other = ", or --model.model_name_or_path PATH" if "model_name_or_path" in settings else ""
-            raise UsageError(f"{name} needs --ckpt_path PATH (or last, best), the checkpoint of the weights{other}; "
-                             "without it they would be random")  # fmt: skip
+            raise UsageError(
+                f"{name} needs --ckpt_path PATH (or last, best), the checkpoint of the weights{other}; "
+                "without it they would be random"
+            )
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
@@ -224,8 +229,10 @@ class RLCLI(LightningCLI):
         if (clip := config.get("gradient_clip_val") or 0) < 0:
             raise UsageError(f"trainer.gradient_clip_val={clip} would turn gradients around; give at least 0")
         if (config.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
-            raise UsageError(f"trainer.num_nodes={config['num_nodes']} would wait for other machines, which nothing "
-                             "has started; start the command on each by torchrun or SLURM")  # fmt: skip
+            raise UsageError(
+                f"trainer.num_nodes={config['num_nodes']} would wait for other machines, which nothing "
+                "has started; start the command on each by torchrun or SLURM"
+            )
         if self.command != "fit":  # the result is printed or written to a file
             config["logger"], config["enable_progress_bar"] = False, bool(config.get("enable_progress_bar"))
         elif every := self._get(self.config, "record_every"):
@@ -233,12 +240,17 @@ class RLCLI(LightningCLI):
                 raise UsageError("record_every films episodes of an environment; leave it out for a language model")
             callbacks.append(EpisodeRecorder(every))
         if self.records and not self._controls:
-            raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
-                             "`rl predict` writes its completions to a file")  # fmt: skip
+            raise UsageError(
+                f"record films episodes of an environment, which {type(self.model).__name__} has not; "
+                "`rl predict` writes its completions to a file"
+            )
         if self.command == "predict" and not self.records:
             output = self._get(self.config, "output")
-            callbacks.append(EpisodeWriter(output or "episodes.csv") if self._controls else
-                             CompletionWriter(output or "completions.csv"))  # fmt: skip
+            callbacks.append(
+                EpisodeWriter(output or "episodes.csv")
+                if self._controls
+                else CompletionWriter(output or "completions.csv")
+            )
             if not self._controls:  # each rank has other records, and one process writes
                 config["devices"] = 1
         if self.command != "fit":
@@ -260,8 +272,10 @@ class RLCLI(LightningCLI):
         # A checkpoint is untrusted data: no code in it may run.
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if arguments.get("weights_only") is False:
-            raise UsageError("weights_only=False would run whatever code a checkpoint holds, and this project's hold "
-                             "none; leave it out")  # fmt: skip
+            raise UsageError(
+                "weights_only=False would run whatever code a checkpoint holds, and this project's hold "
+                "none; leave it out"
+            )
         return {**arguments, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -293,9 +307,11 @@ class RLCLI(LightningCLI):
         for name in OWN_NETWORKS:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
                 path = saved[name].get("class_path") if isinstance(saved[name], dict) else saved[name]
-                raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
-                                 f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
-                                 "has it)")  # fmt: skip
+                raise UsageError(
+                    f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
+                    f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
+                    "has it)"
+                )
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:

@@ -10,19 +10,48 @@ from rl_modules.common.foreign_names import INSTEAD, MEANT, difference, taken_by
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
-ALONE = ("seed_everything", "ckpt_path", "threads", "resume", "record_every", "print_config", "config", "help",
-         "output", "episodes", "weights_only")  # fmt: skip
+ALONE = (
+    "seed_everything",
+    "ckpt_path",
+    "threads",
+    "resume",
+    "record_every",
+    "print_config",
+    "config",
+    "help",
+    "output",
+    "episodes",
+    "weights_only",
+)
 #: Options that name a class.
 CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
 #: Options without a value.
 FLAGS = ("--resume", "--help", "-h", "--print_config")
 #: What the shell completes after a dash.
 COMMON = (
-    "--config", "--model", "--data", "--resume", "--ckpt_path", "--seed_everything", "--print_config", "--help",
-    "--threads", "--record_every", "--output", "--episodes", "--model.init_from", "--model.learning_rate",
-    "--data.env_id", "--data.n_envs", "--data.total_timesteps", "--trainer.accelerator", "--trainer.devices",
-    "--trainer.logger", "--trainer.max_steps", "--trainer.precision",
-)  # fmt: skip
+    "--config",
+    "--model",
+    "--data",
+    "--resume",
+    "--ckpt_path",
+    "--seed_everything",
+    "--print_config",
+    "--help",
+    "--threads",
+    "--record_every",
+    "--output",
+    "--episodes",
+    "--model.init_from",
+    "--model.learning_rate",
+    "--data.env_id",
+    "--data.n_envs",
+    "--data.total_timesteps",
+    "--trainer.accelerator",
+    "--trainer.devices",
+    "--trainer.logger",
+    "--trainer.max_steps",
+    "--trainer.precision",
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -64,8 +64,10 @@ def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
 def checkpoints_of(run: Path) -> list[Saved]:
     """Returns a run's checkpoints in order, those of one moment once, without ``best.ckpt``, of an evaluation."""
     if not (run / "config.yaml").exists():
-        raise UsageError(f"{run} has no config.yaml; give the folder of a run of `rl fit`, as "
-                         "logs/PPO-CartPole-v1/version_0; a run of recipes.Trainer records no config")  # fmt: skip
+        raise UsageError(
+            f"{run} has no config.yaml; give the folder of a run of `rl fit`, as "
+            "logs/PPO-CartPole-v1/version_0; a run of recipes.Trainer records no config"
+        )
     found: dict[tuple[int, int, int], Saved] = {}
     for path in sorted((run / "checkpoints").glob("*.ckpt")):
         if path.name in ("best.ckpt", "next.ckpt"):
@@ -103,8 +105,7 @@ def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]
     config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
     trainer = config["trainer"]
     if trainer.get("num_nodes", 1) != 1 or trainer.get("devices") not in ("auto", 1, "1", [0]):
-        raise UsageError(f"{run} had trainer.devices={trainer.get('devices')}; only runs of "
-                         "one rank can be recomputed")  # fmt: skip
+        raise UsageError(f"{run} had trainer.devices={trainer.get('devices')}; only runs of one rank can be recomputed")
     with tempfile.TemporaryDirectory(prefix="rl-") as name:
         folder = Path(name)
         trainer["default_root_dir"] = name
@@ -146,8 +147,11 @@ class UpdateRecorder(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Takes the norms of the gradients, which are not clipped yet."""
-        norms = {name: parameter.grad.detach().float().norm() for name, parameter in pl_module.named_parameters()
-                 if parameter.grad is not None}  # fmt: skip
+        norms = {
+            name: parameter.grad.detach().float().norm()
+            for name, parameter in pl_module.named_parameters()
+            if parameter.grad is not None
+        }
         if norms:
             self._norm_of = norms
             self._norms.append(torch.stack(list(norms.values())).norm())
@@ -172,7 +176,7 @@ class UpdateRecorder(L.Callback):
             "grad_norm": self._norms[0].cpu() if self._norms else None,
             "grad_norms": {name: norm.cpu() for name, norm in self._norm_of.items()},
             "dialogue": dialogue_in(self._batches[0], getattr(pl_module, "tokenizer", None)),
-        }  # fmt: skip
+        }
         if self.interactive:
             self._open_console(trainer, pl_module)
         raise Reached
@@ -188,8 +192,11 @@ class UpdateRecorder(L.Callback):
             "trainer": trainer,
             "torch": torch,
         }
-        code.interact(f"update {self.step}: {', '.join(variables)}; `model` has the weights from before the update",
-                      local=variables, exitmsg="")  # fmt: skip
+        code.interact(
+            f"update {self.step}: {', '.join(variables)}; `model` has the weights from before the update",
+            local=variables,
+            exitmsg="",
+        )
 
 
 def dialogue_in(batch: Any, tokenizer: Any) -> str | None:
@@ -214,8 +221,9 @@ def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dic
     """Rebuilds one update of a run and writes it to a file."""
     saved = checkpoints_of(run)
     if saved and step > saved[-1].step:
-        raise UsageError(f"step={step} is after the run's last checkpoint, {saved[-1].path}, which has "
-                         f"{saved[-1].step} updates")  # fmt: skip
+        raise UsageError(
+            f"step={step} is after the run's last checkpoint, {saved[-1].path}, which has {saved[-1].step} updates"
+        )
     start = max((one for one in saved if one.step < step), key=lambda one: one.position, default=None)
     recorder = UpdateRecorder(step, interactive)
     with settings(run, start) as (_, arguments):

@@ -59,8 +59,10 @@ def drawn_seed() -> int:
         return int(os.environ["PL_GLOBAL_SEED"])
     ranks = int(os.environ.get("WORLD_SIZE") or (os.environ.get("SLURM_NTASKS") if in_job else None) or 1)
     if ranks > 1:
-        raise UsageError(f"seed_everything=true draws a seed, which {ranks} processes that torchrun or SLURM started "
-                         "don't share; give a number, or set PL_GLOBAL_SEED for all of them")  # fmt: skip
+        raise UsageError(
+            f"seed_everything=true draws a seed, which {ranks} processes that torchrun or SLURM started "
+            "don't share; give a number, or set PL_GLOBAL_SEED for all of them"
+        )
     return int(torch.seed() % 2**31)
 
 
@@ -85,8 +87,10 @@ def find_checkpoint(
     if given is None:
         return None, resumed
     if not Path(given).exists():
-        raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
-                         f"{', '.join(NAMES)} for the newest run's")  # fmt: skip
+        raise UsageError(
+            f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
+            f"{', '.join(NAMES)} for the newest run's"
+        )
     if resumed is None:
         checkpoint, taken = read(Path(given)), Path(given)
     else:
@@ -127,8 +131,10 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | N
     folder = _run_folder(config)
     found = None if folder is None else find(folder, name)
     if found is None and not config.get("resume"):
-        raise UsageError(f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
-                         f"{folder or parent_folder(config)}; give a path")  # fmt: skip
+        raise UsageError(
+            f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
+            f"{folder or parent_folder(config)}; give a path"
+        )
     if command != "fit" or folder is None:
         return found, None
     logger = _logger(config)
@@ -163,8 +169,10 @@ def parent_folder(config: Any) -> Path:
     if settings is not None and logger.class_path.endswith("WandbLogger"):
         return Path(settings.save_dir or ".") / (settings.project or "lightning_logs")
     if settings is None or not logger.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
-        raise UsageError("the newest run is found by the folders of TensorBoardLogger, CSVLogger and WandbLogger; with "
-                         "another logger give --ckpt_path PATH")  # fmt: skip
+        raise UsageError(
+            "the newest run is found by the folders of TensorBoardLogger, CSVLogger and WandbLogger; with "
+            "another logger give --ckpt_path PATH"
+        )
     return Path(settings.save_dir) / (settings.name or "")
 
 

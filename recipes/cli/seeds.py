@@ -36,26 +36,35 @@ def seeds_command(words: Sequence[str]) -> None:
     config = checked("fit", [word for word in common if word != "--resume"]).config["fit"]
     logger = str(getattr(config["trainer"]["logger"], "class_path", config["trainer"]["logger"]))
     if not logger.endswith(("TensorBoardLogger", "CSVLogger")):
-        raise UsageError("--seeds compares the curves of one TensorBoardLogger or CSVLogger; trainer.logger is "
-                         f"{logger}")  # fmt: skip
+        raise UsageError(
+            f"--seeds compares the curves of one TensorBoardLogger or CSVLogger; trainer.logger is {logger}"
+        )
     changed = [f"{name.rpartition('.')[2]}={value}" for name, value, _ in rest if not _UNNAMED.fullmatch(name)]
     changed += [
         Path(value).stem for name, value, _ in rest if name == "--config" and configs.short_name(value) == value
     ]
-    folders = {seed: re.sub(r"[^\w.,=+-]+", "_", ",".join([*sorted(changed), f"seed={seed}"]))
-               for seed in range(first, first + given["--seeds"])}  # fmt: skip
+    folders = {
+        seed: re.sub(r"[^\w.,=+-]+", "_", ",".join([*sorted(changed), f"seed={seed}"]))
+        for seed in range(first, first + given["--seeds"])
+    }
     parent = runs.parent_folder(config)
     if "--resume" not in common and (there := [name for name in folders.values() if (parent / name).exists()]):
-        raise UsageError(f"{parent / there[0]} holds a run already; add --resume to continue the runs of this command, "
-                         "or remove the folder")  # fmt: skip
+        raise UsageError(
+            f"{parent / there[0]} holds a run already; add --resume to continue the runs of this command, "
+            "or remove the folder"
+        )
     wait_for("")
     print(f"{len(folders)} runs in {parent}, {min(jobs, len(folders))} at a time", flush=True)
     processes: list[subprocess.Popen] = []
 
     def train(seed: int) -> str:
         command = ["fit", *common, f"--seed_everything={seed}", f"--trainer.logger.version={folders[seed]}"]
-        process = subprocess.Popen([sys.executable, "-m", "recipes", *command], stdout=subprocess.PIPE, text=True,
-                                   stderr=None if jobs == 1 else subprocess.PIPE)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recipes", *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=None if jobs == 1 else subprocess.PIPE,
+        )
         processes.append(process)
         out, err = process.communicate()
         if process.returncode:

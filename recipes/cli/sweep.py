@@ -32,16 +32,20 @@ MOST_FAILURES = 3
 def sweep_command(words: list[str]) -> None:
     """Runs or resumes the sweep that ``words`` name: its file, and arguments for all runs."""
     if not words or words[0].startswith("-"):
-        raise UsageError("sweep takes a file, as in `rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50`; got "
-                         f"{' '.join(words) or 'none'}")  # fmt: skip
+        raise UsageError(
+            "sweep takes a file, as in `rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50`; got "
+            f"{' '.join(words) or 'none'}"
+        )
     sweep = read(words[0], words[1:])
     check(sweep)
     folder = Path(LOGS) / f"sweep-{sweep.name}"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "begin.lock", wait=True):
         study = open_study(sweep, folder)
-    print(f"sweep of {', '.join(sweep.search)} in {folder}: {_finished(study)} of {sweep.n_trials} trials done",
-          flush=True)  # fmt: skip
+    print(
+        f"sweep of {', '.join(sweep.search)} in {folder}: {_finished(study)} of {sweep.n_trials} trials done",
+        flush=True,
+    )
     resume_trials(sweep, study, folder)
     while len(study.get_trials(deepcopy=False)) < sweep.n_trials:
         # No other process begins a trial between the count and `ask`, nor takes this one before it is locked.

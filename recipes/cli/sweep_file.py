@@ -53,8 +53,10 @@ def check_configs(name: str, given: Any) -> list[str]:
     """Returns one or several configs as a list; a name that is none is reported before the first trial."""
     names = [given] if isinstance(given, str) else given
     if not names or not all(isinstance(one, str) for one in names):
-        raise UsageError(f"{name}={given!r} must be the config whose arguments are searched, as in "
-                         "trpo/lunarlander.yaml, or a list of such")  # fmt: skip
+        raise UsageError(
+            f"{name}={given!r} must be the config whose arguments are searched, as in "
+            "trpo/lunarlander.yaml, or a list of such"
+        )
     for one in names:
         configs.find(one)
     return names
@@ -126,8 +128,10 @@ def read(name: str, words: list[str]) -> Sweep:
     sweep.arguments = arguments
     for word in [*sweep.search, *arguments]:
         if (given := word.lstrip("-").partition("=")[0]) in SEEDS:
-            raise UsageError(f"{given} can't be given: a trial runs with the seeds from first_seed={sweep.first_seed} "
-                             "up, as many as seeds says")  # fmt: skip
+            raise UsageError(
+                f"{given} can't be given: a trial runs with the seeds from first_seed={sweep.first_seed} "
+                "up, as many as seeds says"
+            )
     return sweep
 
 

@@ -54,8 +54,10 @@ class Judge(Stateful, L.Callback):
             return
         metrics = trainer.callback_metrics
         if self.sweep.monitor not in metrics:
-            raise UsageError(f"monitor={self.sweep.monitor!r} is not among what an evaluation of this run knows: "
-                             f"{', '.join(sorted(metrics))}")  # fmt: skip
+            raise UsageError(
+                f"monitor={self.sweep.monitor!r} is not among what an evaluation of this run knows: "
+                f"{', '.join(sorted(metrics))}"
+            )
         self.values.append(float(metrics[self.sweep.monitor]))
         k = len(self.values) - 1
         others = [curve[min(k, len(curve) - 1)] for curve in self.before if curve]
@@ -81,8 +83,10 @@ class TrialRun(RLCLI):
             config["devices"] = 1
         trainer = super()._instantiate_trainer(config, [*callbacks, *([] if self.judge is None else [self.judge])])
         if trainer.world_size > 1:  # each further process would repeat the whole sweep
-            raise UsageError(f"trainer.devices={config['devices']}: a trial of a sweep trains in one process; leave it "
-                             "out, and start the same sweep once per device")  # fmt: skip
+            raise UsageError(
+                f"trainer.devices={config['devices']}: a trial of a sweep trains in one process; leave it "
+                "out, and start the same sweep once per device"
+            )
         return trainer
 
     def after_fit(self) -> None:
@@ -100,9 +104,20 @@ def run_once(sweep: Sweep, chosen: dict[str, str], seed: int, folder: Path, judg
     run = folder / f"seed_{seed}"
     words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
     words += [*sweep.arguments, *(f"--{name}={value}" for name, value in chosen.items())]
-    words += ["--trainer.logger", "lightning.pytorch.loggers.TensorBoardLogger", "--trainer.logger.save_dir",
-              str(folder.parent), "--trainer.logger.name", folder.name, "--trainer.logger.version", run.name,
-              "--trainer.logger.default_hp_metric", "false", "--seed_everything", str(seed)]  # fmt: skip
+    words += [
+        "--trainer.logger",
+        "lightning.pytorch.loggers.TensorBoardLogger",
+        "--trainer.logger.save_dir",
+        str(folder.parent),
+        "--trainer.logger.name",
+        folder.name,
+        "--trainer.logger.version",
+        run.name,
+        "--trainer.logger.default_hp_metric",
+        "false",
+        "--seed_everything",
+        str(seed),
+    ]
     if (run / "checkpoints").is_dir():
         words.append("--resume")
     elif run.exists():
@@ -166,9 +181,11 @@ def open_study(sweep: Sweep, folder: Path) -> Any:
     )
     begun = study.user_attrs.get("settings")
     if begun not in (None, sweep.identity):
-        raise UsageError(f"{folder} has a sweep with other settings, or its config had another text; only "
-                         f"{', '.join(CHANGEABLE)} may change: give this one another name, or remove the "
-                         "folder")  # fmt: skip
+        raise UsageError(
+            f"{folder} has a sweep with other settings, or its config had another text; only "
+            f"{', '.join(CHANGEABLE)} may change: give this one another name, or remove the "
+            "folder"
+        )
     if begun is None:
         study.set_user_attr("settings", sweep.identity)
     return study

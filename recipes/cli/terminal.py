@@ -146,8 +146,15 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
     except Exception as error:
         if not is_of_a_library(error):
             raise
-        extra = next((extra for extra, packages in PACKAGES.items() if isinstance(error, ModuleNotFoundError)
-                      and any(package.startswith(f"{error.name}>") for package in packages)), None)  # fmt: skip
+        extra = next(
+            (
+                extra
+                for extra, packages in PACKAGES.items()
+                if isinstance(error, ModuleNotFoundError)
+                and any(package.startswith(f"{error.name}>") for package in packages)
+            ),
+            None,
+        )
         remedy = "" if extra is None else f": {install(extra)}"
         print(f"error: {' '.join(str(error).split())[:600]}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -18,9 +18,13 @@ from rl_modules.common.errors import UsageError
 NOT_COMPARED = ("pytorch-lightning_version", "loops", "callbacks")
 #: Curves of the clock.
 CLOCKS = (
-    "time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second",
-    "time/peak_memory_gib", "time/model_flops_utilization",
-)  # fmt: skip
+    "time/fps",
+    "time/time_elapsed",
+    "time/sampling_tokens_per_second",
+    "time/training_tokens_per_second",
+    "time/peak_memory_gib",
+    "time/model_flops_utilization",
+)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -102,8 +106,10 @@ class Verdict:
         lines = [span + ": not the same"]
         if self.comparison.different:
             path, size = self.comparison.largest
-            lines.append(f"{len(self.comparison.different)} of {self.comparison.compared} values differ; the largest "
-                         f"difference is {size:.2g}, in {path}")  # fmt: skip
+            lines.append(
+                f"{len(self.comparison.different)} of {self.comparison.compared} values differ; the largest "
+                f"difference is {size:.2g}, in {path}"
+            )
         if self.first_point is not None:
             tag, step, before, now = self.first_point
             lines.append(f"the first point of a curve that differs is {tag} at step {step:,}: {before!r}, now {now!r}")
@@ -137,16 +143,19 @@ def verify(run: Path, start: str | None = None) -> Verdict:
     earlier = [one for one in saved if one.step < end.step]
     by_name = {one.name: one for one in earlier}
     if start not in (None, "start", *by_name):
-        raise UsageError(f"from={start!r} is no checkpoint before {end.name}.ckpt; there are "
-                         f"{', '.join(['start', *by_name])}")  # fmt: skip
+        raise UsageError(
+            f"from={start!r} is no checkpoint before {end.name}.ckpt; there are {', '.join(['start', *by_name])}"
+        )
     begin = (earlier[-1] if earlier else None) if start is None else by_name.get(start)
     with settings(run, begin) as (folder, arguments):
         comparer = _Comparer(end, folder)
         with contextlib.suppress(Reached):
             Recomputation(arguments, [_AtEnd(comparer)], comparer)
         if comparer.comparison is None:
-            raise UsageError(f"recomputed, {run} did not reach {end.path}, which has {end.step} updates: its settings "
-                             "were changed when it was resumed, or other code ran")  # fmt: skip
+            raise UsageError(
+                f"recomputed, {run} did not reach {end.path}, which has {end.step} updates: its settings "
+                "were changed when it was resumed, or other code ran"
+            )
         verdict = Verdict(begin, end, comparer.comparison)
         _compare_curves(verdict, run, folder / "again" / "version_0")
     return verdict

@@ -51,8 +51,10 @@ def build(argument: str, factory: Callable[[Any], Any], given: Any) -> Any:
 def require_callable(name: str, value: Any) -> Any:
     """Refuses what is no callable."""
     if value is not None and not callable(value):
-        raise UsageError(f"{name}={value!r} must be a callable, such as a class of torch.optim"
-                         f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
+        raise UsageError(
+            f"{name}={value!r} must be a callable, such as a class of torch.optim"
+            f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}"
+        )
     return value
 
 

@@ -23,17 +23,56 @@ from rl_modules.core.settings import Declared, takes_own_arguments
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
 #: What torch's elementwise optimizers, among them all that are fused, keep per parameter: tensors of its shape, and
 #: numbers.
-_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop,
-                torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD,
-                torch.optim.Rprop)  # fmt: skip
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta",
-            "exp_inf", "ax", "prev", "step_size")  # fmt: skip
+_ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_MOMENTS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "ax",
+    "prev",
+    "step_size",
+)
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 #: What ``torch.load(weights_only=True)`` builds besides tensors.
-_PLAIN = (dict, list, tuple, set, OrderedDict, Counter, str, bytes, bytearray, bool, int, float, complex,
-          type(None), torch.Size, torch.dtype, torch.device)  # fmt: skip
+_PLAIN = (
+    dict,
+    list,
+    tuple,
+    set,
+    OrderedDict,
+    Counter,
+    str,
+    bytes,
+    bytearray,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 
 
 class DamagedCheckpoint(UsageError):
@@ -44,8 +83,10 @@ def require_parts(checkpoint: Any, name: str, parts: Collection[str] = PARTS) ->
     """Refuses a file that torch has read but that is not a checkpoint, such as a bare state dict."""
     missing = [part for part in parts if not isinstance(checkpoint, dict) or checkpoint.get(part) in (None, {})]
     if missing:
-        raise UsageError(f"{name} is no checkpoint of this project: it has no {', '.join(missing)}; give one that `rl "
-                         "fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+        raise UsageError(
+            f"{name} is no checkpoint of this project: it has no {', '.join(missing)}; give one that `rl "
+            "fit` or Trainer.save_checkpoint wrote, such as PPO's"
+        )
 
 
 def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Collection[str] = PARTS) -> dict[str, Any]:
@@ -53,8 +94,10 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
     file = Path(path)
     name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
     if file.is_dir():
-        raise UsageError(f"{name} is a folder, as Lightning's sharded strategies write it; its index is a pickle, "
-                         "which could run code: give a .ckpt file that this project wrote")  # fmt: skip
+        raise UsageError(
+            f"{name} is a folder, as Lightning's sharded strategies write it; its index is a pickle, "
+            "which could run code: give a .ckpt file that this project wrote"
+        )
     if not file.is_file():  # a device or a pipe may have no end
         raise UsageError(f"{name} is not a file, so it can't be read; give the path of a .ckpt file")
     if (damage := damage_of(file)) is not None:
@@ -66,16 +109,19 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
         if isinstance(error, pickle.UnpicklingError):
             code = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
             said = f"holds code, {code.group(1) or code.group(2)}," if code is not None else f"holds code ({said}),"
-            raise UsageError(f"{name} {said} which is never run; only checkpoints of tensors, numbers, strings, lists "
-                             "and dictionaries load") from error  # fmt: skip
+            raise UsageError(
+                f"{name} {said} which is never run; only checkpoints of tensors, numbers, strings, lists "
+                "and dictionaries load"
+            ) from error
         raise DamagedCheckpoint(f"{name} is damaged: {said}") from error
     require_parts(checkpoint, name if what else f"ckpt_path={str(path)!r}", parts)
     for key in CHECKPOINT_PAST_HPARAMS_KEYS:
         # Lightning would also read arguments from there, past the checks of `hyper_parameters`.
         if key in checkpoint:
-            raise UsageError(f"{name} has the key {key!r}, which only checkpoints of Lightning before 0.8 have, and "
-                             "none of this project; give one that `rl fit` or Trainer.save_checkpoint wrote"
-                             )  # fmt: skip
+            raise UsageError(
+                f"{name} has the key {key!r}, which only checkpoints of Lightning before 0.8 have, and "
+                "none of this project; give one that `rl fit` or Trainer.save_checkpoint wrote"
+            )
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         settings_of(checkpoint, key)
     require_own_memory(checkpoint, name)
@@ -113,12 +159,15 @@ def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
         if isinstance(value, torch.Tensor):
             plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
             if not plain or value.is_quantized or value.device.type != "cpu":
-                raise UsageError(f"{name} has {where} as a {type(value).__name__} of {value.layout} on "
-                                 f"{value.device.type}; only plain dense tensors load")  # fmt: skip
+                raise UsageError(
+                    f"{name} has {where} as a {type(value).__name__} of {value.layout} on "
+                    f"{value.device.type}; only plain dense tensors load"
+                )
             if (value.storage_offset() + value.numel()) * value.itemsize > value.untyped_storage().nbytes():
-                raise UsageError(f"{name} has {where} of shape {tuple(value.shape)} and strides {value.stride()} "
-                                 "with less memory than elements; tensors that share memory with themselves do not load"
-                                 )  # fmt: skip
+                raise UsageError(
+                    f"{name} has {where} of shape {tuple(value.shape)} and strides {value.stride()} "
+                    "with less memory than elements; tensors that share memory with themselves do not load"
+                )
 
 
 def require_plain(checkpoint: dict[str, Any]) -> None:
@@ -126,9 +175,11 @@ def require_plain(checkpoint: dict[str, Any]) -> None:
     known = [*_PLAIN, *torch.serialization.get_safe_globals()]
     for where, value in _parts_of(checkpoint):
         if not isinstance(value, torch.Tensor) and type(value) not in known:
-            raise UsageError(f"this checkpoint could not be loaded again: it has {where} as a "
-                             f"{type(value).__module__}.{type(value).__qualname__}, which only code could build; keep "
-                             "tensors, numbers, texts, and lists and dictionaries of these")  # fmt: skip
+            raise UsageError(
+                f"this checkpoint could not be loaded again: it has {where} as a "
+                f"{type(value).__module__}.{type(value).__qualname__}, which only code could build; keep "
+                "tensors, numbers, texts, and lists and dictionaries of these"
+            )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -140,9 +191,11 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 if not isinstance(value, torch.Tensor):
                     value = torch.tensor(value) if isinstance(value, int | float) else torch.empty(0, 0)
                 if value.shape != shape or value.is_complex():
-                    raise UsageError(f"the checkpoint has {type(optimizer).__name__}'s {name} with shape "
-                                     f"{tuple(value.shape)}, where its parameter needs {tuple(shape)}; resume from a "
-                                     "checkpoint of the same network")  # fmt: skip
+                    raise UsageError(
+                        f"the checkpoint has {type(optimizer).__name__}'s {name} with shape "
+                        f"{tuple(value.shape)}, where its parameter needs {tuple(shape)}; resume from a "
+                        "checkpoint of the same network"
+                    )
                 if name in _MOMENTS:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
@@ -194,9 +247,10 @@ def received_otherwise(made: Any) -> dict[str, Any]:
     """Returns the arguments that an ordinary constructor received and passed on with another value."""
     now = made._hparams_initial
     return {
-        name: plain(value) for name, value in made._given.received.items()
+        name: plain(value)
+        for name, value in made._given.received.items()
         if name in made.declared_settings and repr(plain(value)) != repr(plain(now.get(name)))
-    }  # fmt: skip
+    }
 
 
 def set_by_constructor(made: Any) -> set[str]:
@@ -253,12 +307,16 @@ def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterat
         settings = settings_of(saved)
         algorithm = saved.get("algorithm")
         if algorithm != cls.__name__:
-            raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
-                             f", not {cls.__name__}; load it with that class")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
+                f", not {cls.__name__}; load it with that class"
+            )
         for name, given in saved.get("left_out", {}).items():
             if name not in arguments:
-                raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
-                                 f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
+                raise UsageError(
+                    f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
+                    f"can hold; give it again: load_from_checkpoint(…, {name}=…)"
+                )
     try:
         with building(cls, arguments, settings):
             yield
@@ -266,5 +324,7 @@ def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterat
         if "Error(s) in loading state_dict" not in str(error):
             raise
         detail = " ".join(str(error).split())[:300]
-        raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
-                         f"hyperparameters describe: {detail}") from error  # fmt: skip
+        raise UsageError(
+            f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
+            f"hyperparameters describe: {detail}"
+        ) from error

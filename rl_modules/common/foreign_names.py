@@ -8,54 +8,114 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Names that are common to many programs.
 GENERAL = {
-    "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
-    "timesteps": "data.total_timesteps", "steps": "data.total_timesteps", "num_envs": "data.n_envs",
-    "epochs": "trainer.max_epochs", "seed": "seed_everything", "device": "trainer.devices", "gpus": "trainer.devices",
-    "gpu": "trainer.devices", "ckpt": "ckpt_path", "checkpoint_path": "ckpt_path", "load": "ckpt_path",
-    "algo": "model", "algorithm": "model", "policy": "model", "optimizer": "model.optimizer",
-    "hidden_sizes": "model.net_arch", "max_grad_norm": "model.max_grad_norm", "save_dir": "trainer.default_root_dir",
-    "output_dir": "trainer.default_root_dir", "logdir": "trainer.default_root_dir", "wandb": "trainer.logger",
-}  # fmt: skip
+    "lr": "model.learning_rate",
+    "env": "data.env_id",
+    "env_name": "data.env_id",
+    "environment": "data.env_id",
+    "timesteps": "data.total_timesteps",
+    "steps": "data.total_timesteps",
+    "num_envs": "data.n_envs",
+    "epochs": "trainer.max_epochs",
+    "seed": "seed_everything",
+    "device": "trainer.devices",
+    "gpus": "trainer.devices",
+    "gpu": "trainer.devices",
+    "ckpt": "ckpt_path",
+    "checkpoint_path": "ckpt_path",
+    "load": "ckpt_path",
+    "algo": "model",
+    "algorithm": "model",
+    "policy": "model",
+    "optimizer": "model.optimizer",
+    "hidden_sizes": "model.net_arch",
+    "max_grad_norm": "model.max_grad_norm",
+    "save_dir": "trainer.default_root_dir",
+    "output_dir": "trainer.default_root_dir",
+    "logdir": "trainer.default_root_dir",
+    "wandb": "trainer.logger",
+}
 #: Stable-Baselines3 and its zoo.
 STABLE_BASELINES3 = {
-    "n_timesteps": "data.total_timesteps", "policy_kwargs": "model.net_arch",
-    "tensorboard_log": "trainer.default_root_dir", "frame_stack": "data.wrappers", "env_wrapper": "data.wrappers",
-    "normalize": "data.norm_obs", "normalize_obs": "data.norm_obs", "normalize_reward": "data.norm_reward",
-    "vf_coeff": "model.vf_coef", "eval_episodes": "data.n_eval_episodes", "n_eval": "data.n_eval_episodes",
-    "eval_steps": "data.eval_freq", "log_interval": "model.log_every", "save_freq": "checkpoint.interval_s",
-}  # fmt: skip
+    "n_timesteps": "data.total_timesteps",
+    "policy_kwargs": "model.net_arch",
+    "tensorboard_log": "trainer.default_root_dir",
+    "frame_stack": "data.wrappers",
+    "env_wrapper": "data.wrappers",
+    "normalize": "data.norm_obs",
+    "normalize_obs": "data.norm_obs",
+    "normalize_reward": "data.norm_reward",
+    "vf_coeff": "model.vf_coef",
+    "eval_episodes": "data.n_eval_episodes",
+    "n_eval": "data.n_eval_episodes",
+    "eval_steps": "data.eval_freq",
+    "log_interval": "model.log_every",
+    "save_freq": "checkpoint.interval_s",
+}
 #: CleanRL.
 CLEANRL = {
-    "num_steps": "data.n_steps", "update_epochs": "data.n_epochs", "num_minibatches": "data.batch_size",
-    "clip_coef": "model.clip_range", "clip_vloss": "model.clip_range_vf", "norm_adv": "model.normalize_advantage",
-    "anneal_lr": "model.learning_rate", "cuda": "trainer.accelerator", "no_cuda": "trainer.accelerator",
-    "track": "trainer.logger", "wandb_project_name": "trainer.logger", "capture_video": "record_every",
-    "exp_name": "trainer.logger", "torch_deterministic": "trainer.deterministic", "policy_lr": "model.learning_rate",
-    "q_lr": "model.learning_rate", "policy_frequency": "model.policy_delay",
-    "exploration_noise": "model.action_noise", "autotune": "model.ent_coef",
-    "target_network_frequency": "model.target_update_interval", "start_e": "model.exploration_initial_eps",
+    "num_steps": "data.n_steps",
+    "update_epochs": "data.n_epochs",
+    "num_minibatches": "data.batch_size",
+    "clip_coef": "model.clip_range",
+    "clip_vloss": "model.clip_range_vf",
+    "norm_adv": "model.normalize_advantage",
+    "anneal_lr": "model.learning_rate",
+    "cuda": "trainer.accelerator",
+    "no_cuda": "trainer.accelerator",
+    "track": "trainer.logger",
+    "wandb_project_name": "trainer.logger",
+    "capture_video": "record_every",
+    "exp_name": "trainer.logger",
+    "torch_deterministic": "trainer.deterministic",
+    "policy_lr": "model.learning_rate",
+    "q_lr": "model.learning_rate",
+    "policy_frequency": "model.policy_delay",
+    "exploration_noise": "model.action_noise",
+    "autotune": "model.ent_coef",
+    "target_network_frequency": "model.target_update_interval",
+    "start_e": "model.exploration_initial_eps",
     "end_e": "model.exploration_final_eps",
-}  # fmt: skip
+}
 #: TRL and transformers.
 TRL = {
-    "dataset_name": "data.dataset", "per_device_train_batch_size": "data.batch_size",
+    "dataset_name": "data.dataset",
+    "per_device_train_batch_size": "data.batch_size",
     "per_device_eval_batch_size": "data.eval_batch_size",
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "num_train_epochs": "trainer.max_epochs",
-    "use_vllm": "model.sampler", "vllm_mode": "model.sampler", "use_peft": "model.lora", "lora_r": "model.lora",
-    "lora_alpha": "model.lora", "peft_config": "model.lora", "rloo_k": "data.num_generations",
-    "num_ppo_epochs": "data.num_iterations", "response_length": "model.max_completion_length",
-    "max_new_tokens": "model.max_completion_length", "kl_coef": "model.beta",
-    "init_kl_coef": "model.beta", "bf16": "trainer.precision", "fp16": "trainer.precision",
-    "report_to": "trainer.logger", "logging_dir": "trainer.default_root_dir", "save_steps": "checkpoint.interval_s",
-    "eval_strategy": "data.eval_steps", "model": "model.model_name_or_path",
-    "processing_class": "model.tokenizer_name_or_path", "train_dataset": "data.dataset",
-    "eval_dataset": "data.eval_path", "ref_model": "model.ref_model_name_or_path",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "num_train_epochs": "trainer.max_epochs",
+    "use_vllm": "model.sampler",
+    "vllm_mode": "model.sampler",
+    "use_peft": "model.lora",
+    "lora_r": "model.lora",
+    "lora_alpha": "model.lora",
+    "peft_config": "model.lora",
+    "rloo_k": "data.num_generations",
+    "num_ppo_epochs": "data.num_iterations",
+    "response_length": "model.max_completion_length",
+    "max_new_tokens": "model.max_completion_length",
+    "kl_coef": "model.beta",
+    "init_kl_coef": "model.beta",
+    "bf16": "trainer.precision",
+    "fp16": "trainer.precision",
+    "report_to": "trainer.logger",
+    "logging_dir": "trainer.default_root_dir",
+    "save_steps": "checkpoint.interval_s",
+    "eval_strategy": "data.eval_steps",
+    "model": "model.model_name_or_path",
+    "processing_class": "model.tokenizer_name_or_path",
+    "train_dataset": "data.dataset",
+    "eval_dataset": "data.eval_path",
+    "ref_model": "model.ref_model_name_or_path",
     "reward_model": "model.reward_model_name_or_path",
-    "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
-    "assistant_only_loss": "data.completion_only_loss", "dataset_text_field": "data.columns",
-    "tools": "data.environment", "environment_factory": "data.environment", "rollout_func": "data.environment",
+    "model_name": "model.model_name_or_path",
+    "tokenizer": "model.tokenizer_name_or_path",
+    "assistant_only_loss": "data.completion_only_loss",
+    "dataset_text_field": "data.columns",
+    "tools": "data.environment",
+    "environment_factory": "data.environment",
+    "rollout_func": "data.environment",
     "max_tool_calling_iterations": "data.max_turns",
-}  # fmt: skip
+}
 #: Arguments of the control algorithms, for a language module.
 CONTROL = {"init_from": "model.model_name_or_path"}
 #: The full name of an option by the name that a person knows.
@@ -63,37 +123,37 @@ MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL, **CONTROL}
 #: What is different about an option that has another name here, by the name that a person knows.
 DIFFERENT = {
     "num_train_epochs": "with PromptDataModule an epoch is one generation, and n passes over the prompts are "
-                        "n*prompts*num_generations/(batch_size*steps_per_generation*ranks) epochs",
+    "n*prompts*num_generations/(batch_size*steps_per_generation*ranks) epochs",
     "per_device_train_batch_size": "the rows of an optimizer step and rank, gradient_accumulation_steps times as many",
     "gradient_accumulation_steps": "which divides batch_size into micro-batches",
     "assistant_only_loss": "of a conversation it counts the assistant's turns, by default",
     "dataset_text_field": "{text: the field}",
     "tools": "datamodules.language.tools:ToolEnvironment, with environment_kwargs={tools: […]}",
     "init_from": "a language model starts from the directory that `rl export --ckpt_path PATH --output FOLDER` writes",
-}  # fmt: skip
+}
 #: What to use here in place of an option that does not exist.
 INSTEAD = {
     "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "
-                         "repetition_penalty",
+    "repetition_penalty",
     "model_init_kwargs": "fields of the architecture are model_config; torch_dtype, attn_implementation, "
-                         "gradient_checkpointing and lora are arguments of the module",
+    "gradient_checkpointing and lora are arguments of the module",
     "formatting_func": "columns of the datamodule builds texts from columns, {prompt: '{question}'}; for anything else "
-                       "map the dataset before",
+    "map the dataset before",
     "shuffle_dataset": "every pass has an order of its own; streaming=true with streaming_buffer=1 keeps the source's",
     "max_prompt_length": "no prompt is truncated here: overlong=drop of the datamodule leaves out records that are "
-                         "longer than the model's context, or than max_length where the datamodule has one",
+    "longer than the model's context, or than max_length where the datamodule has one",
     "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "
-                          "tokenizer_name_or_path names, or in Python set chat_template of the tokenizer given there",
-}  # fmt: skip
+    "tokenizer_name_or_path names, or in Python set chat_template of the tokenizer given there",
+}
 #: Advice for an argument that another object takes, by the base of the class that was given it.
 ELSEWHERE = {
     "ControlModule": "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), "
-                     "devices and loggers to the Trainer",
+    "devices and loggers to the Trainer",
     "LanguageModule": "reward functions, prompts, generations, max_length and packing belong to the datamodule, such "
-                      "as PromptDataModule; the model is named by model_name_or_path",
+    "as PromptDataModule; the model is named by model_name_or_path",
     "ControlDataModule": "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer",
     "LanguageArguments": "the model and its learning rate belong to the module, steps and devices to lightning.Trainer",
-}  # fmt: skip
+}
 #: Where a group's options go in Python.
 _OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
 
@@ -119,8 +179,10 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
     """Refuses arguments that a class does not take."""
     hint = next((ELSEWHERE[base.__name__] for base in cls.__mro__ if base.__name__ in ELSEWHERE), "")
     if args and isinstance(args[0], str) and args[0].endswith("Policy"):
-        raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "
-                         f"datamodule: {three_lines(cls)}")  # fmt: skip
+        raise UsageError(
+            f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "
+            f"datamodule: {three_lines(cls)}"
+        )
     known = taken_by(cls)
     if known is None:
         return

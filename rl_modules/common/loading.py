@@ -17,8 +17,10 @@ def load_object(path: str, what: str, known: Iterable[str] = (), kind: str = "")
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not attribute or attribute == "py":
         known = list(known)
-        raise UsageError(f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {', '.join(known)}, or "
-                         "give an import path 'package.module:name'")  # fmt: skip
+        raise UsageError(
+            f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {', '.join(known)}, or "
+            "give an import path 'package.module:name'"
+        )
     found = member_of(import_user_module(module, f"{what} {path!r}"), attribute, f"{what} {path!r}")
     if kind and not callable(found):
         raise UsageError(f"{what} {path!r} is a {type(found).__name__}, where {kind} should be")
@@ -64,9 +66,13 @@ def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         for setting in settings:
             if setting not in accepted:
-                raise UsageError(f"{what} has no setting {setting!r}{did_you_mean(setting, accepted)}; it has "
-                                 f"{', '.join(accepted)}")  # fmt: skip
-    missing = [name for name, p in accepted.items() if p.default is p.empty and name not in settings and p.kind not in
-               (p.VAR_KEYWORD, p.VAR_POSITIONAL)]  # fmt: skip
+                raise UsageError(
+                    f"{what} has no setting {setting!r}{did_you_mean(setting, accepted)}; it has {', '.join(accepted)}"
+                )
+    missing = [
+        name
+        for name, p in accepted.items()
+        if p.default is p.empty and name not in settings and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     if missing:
         raise UsageError(f"{what} needs {', '.join(missing)}")

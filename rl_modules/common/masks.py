@@ -56,8 +56,10 @@ def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> 
     size = mask_size(action_space)
     if size is None or observation_space[MASK].shape != (size,):
         right = "which has no masks" if size is None else f"whose masks have the shape ({size},)"
-        raise UsageError(f"the observation has {MASK!r} of shape {observation_space[MASK].shape}, but the action space "
-                         f"is {action_space}, {right}; call that part otherwise")  # fmt: skip
+        raise UsageError(
+            f"the observation has {MASK!r} of shape {observation_space[MASK].shape}, but the action space "
+            f"is {action_space}, {right}; call that part otherwise"
+        )
     rest = {key: part for key, part in observation_space.items() if key != MASK}
     return (rest[OBSERVED] if rest.keys() == {OBSERVED} else spaces.Dict(rest)), True
 

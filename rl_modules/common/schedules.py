@@ -35,8 +35,10 @@ def parse_schedule(value: float | str, name: str) -> Schedule:
     else:
         initial = _number(text.removeprefix(f"{shape}_"))
     if not 0 <= initial < float("inf"):
-        raise UsageError(f"{name}={value!r} is no schedule; give a number ≥ 0, lin_<number> or cosine_<number> for a "
-                         "decay to 0, or points <share done>:<number>, … with rising shares in [0, 1]")  # fmt: skip
+        raise UsageError(
+            f"{name}={value!r} is no schedule; give a number ≥ 0, lin_<number> or cosine_<number> for a "
+            "decay to 0, or points <share done>:<number>, … with rising shares in [0, 1]"
+        )
     return Schedule(initial, shape != "constant", shape)
 
 

@@ -59,8 +59,9 @@ def space_from_dict(data: dict[str, Any]) -> spaces.Space:
         return spaces.Dict({name: space_from_dict(part) for name, part in data["spaces"].items()})
     if kind == "Tuple":
         return spaces.Tuple([space_from_dict(part) for part in data["spaces"]])
-    raise UsageError(f"the space description has type {kind!r}; expected Box, Discrete, MultiDiscrete, MultiBinary, "
-                     "Dict or Tuple")  # fmt: skip
+    raise UsageError(
+        f"the space description has type {kind!r}; expected Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+    )
 
 
 def _integers_of(space: spaces.Discrete | spaces.MultiDiscrete) -> dict[str, str]:
@@ -75,8 +76,9 @@ def require_observation(space: spaces.Space, arrays: Any) -> bool:
     batch = given[0].ndim - expected[0].ndim
     for leaf, like in zip(given, expected, strict=True):
         if batch not in (0, 1) or leaf.shape[batch:] != like.shape:
-            raise UsageError(f"the observation has shape {leaf.shape}; the space has {like.shape}, or [B, *shape] for "
-                             "a batch")  # fmt: skip
+            raise UsageError(
+                f"the observation has shape {leaf.shape}; the space has {like.shape}, or [B, *shape] for a batch"
+            )
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             raise UsageError("the observation holds NaN or infinite numbers; a policy can't act on them")
     return batch == 0
@@ -113,8 +115,10 @@ def observation_arrays(space: spaces.Space, observation: Any, double: bool = Fal
         choice = array.astype(np.int64) - space.start
         # As unsigned numbers, negative ones exceed every bound. A table would index them from its end.
         if (choice.view(np.uint64) >= (space.n if isinstance(space, spaces.Discrete) else space.nvec)).any():
-            raise UsageError(f"an observation is {array.tolist()}, which is outside of its space {space}; the "
-                             "environment's observation_space must hold what it returns")  # fmt: skip
+            raise UsageError(
+                f"an observation is {array.tolist()}, which is outside of its space {space}; the "
+                "environment's observation_space must hold what it returns"
+            )
         return choice
     # Integers in a space of floats, such as the zeros after a reset, are converted, because later values have
     # fractions.
@@ -193,8 +197,10 @@ def mask_rows(space: spaces.Space, mask: Any, n: int, may_be_over: bool = False)
     """Action masks of n observations, [n, size] bool."""
     array, size = flat_mask(mask), mask_size(space)
     if size is None or array.size != n * size:
-        raise UsageError(f"action_masks has {array.size} entries; {n} observations and the action space {space} need "
-                         f"{f'{n} x {size}' if size else 'none'}")  # fmt: skip
+        raise UsageError(
+            f"action_masks has {array.size} entries; {n} observations and the action space {space} need "
+            f"{f'{n} x {size}' if size else 'none'}"
+        )
     rows = array.reshape(n, size)
     first = np.cumsum([0, *choices(space)[:-1]])
     allows = np.logical_or.reduceat(rows, first, axis=1).all(1, keepdims=True)

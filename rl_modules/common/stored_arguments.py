@@ -22,13 +22,17 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
     parts = [checkpoint.get(key) or {}, chosen.get(key, {}) if isinstance(chosen, dict) else chosen]
     for part in parts:
         if not isinstance(part, dict):
-            raise UsageError(f"the checkpoint is damaged: it has {str(part)[:60]!r} where {key} should be; give one "
-                             "that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+            raise UsageError(
+                f"the checkpoint is damaged: it has {str(part)[:60]!r} where {key} should be; give one "
+                "that `rl fit` or Trainer.save_checkpoint wrote"
+            )
         for name in part:
             # Lightning imports what `_instantiator` and `_class_path` name.
             if not isinstance(name, str) or name.startswith("_"):
-                raise UsageError(f"the checkpoint has {name!r} in {key}, which no module or datamodule takes as an "
-                                 "argument; give one that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+                raise UsageError(
+                    f"the checkpoint has {name!r} in {key}, which no module or datamodule takes as an "
+                    "argument; give one that `rl fit` or Trainer.save_checkpoint wrote"
+                )
     return {**parts[0], **parts[1]}
 
 

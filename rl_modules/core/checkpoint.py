@@ -25,8 +25,10 @@ def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["algorithm"] = type(module).__name__
     if is_whole and is_cut_off(trainer):
         reopen_epoch(trainer, checkpoint)
-    own: dict[str, Any] = {"run": state_of(module, is_whole) | state_of(module.run, is_whole),
-                           "generators": module.run.generators.state(module.device)}  # fmt: skip
+    own: dict[str, Any] = {
+        "run": state_of(module, is_whole) | state_of(module.run, is_whole),
+        "generators": module.run.generators.state(module.device),
+    }
     checkpoint["gradients"] = module.gradients_so_far()
     if module.stores_own_gradients:
         own["gradients"] = checkpoint["gradients"]
@@ -133,6 +135,8 @@ def like(saved: Any, here: Any, name: str) -> Any:
     """Returns a saved tensor that takes the place of an array or tensor of this run."""
     if not isinstance(saved, Tensor) or saved.shape != here.shape or saved.dtype != torch.as_tensor(here).dtype:
         found = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, Tensor) else repr(saved)[:60]
-        raise UsageError(f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "
-                         "resume with the environments and settings that it was written with")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "
+            "resume with the environments and settings that it was written with"
+        )
     return saved if isinstance(here, Tensor) else saved.numpy().copy()

@@ -61,19 +61,28 @@ def begin(made: Any, given: dict[str, Any], received: dict[str, Any]) -> None:
     known = made.__dict__.setdefault("_given", Given(list(given)))
     for name, value in received.items():
         known.received.setdefault(name, value)
-    known.objects.update({
-        name: name_of(value) for name, value in given.items()
-        if name not in type(made).declared_settings and name not in known.objects and not is_storable(value)
-    })  # fmt: skip
+    known.objects.update(
+        {
+            name: name_of(value)
+            for name, value in given.items()
+            if name not in type(made).declared_settings and name not in known.objects and not is_storable(value)
+        }
+    )
 
 
 def settle(made: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Keeps what a constructor received and passed on with another value; returns the hyperparameters of its own."""
     declared, known = type(made).declared_settings, made._given
-    stored = {name: value for name, value in known.received.items()
-              if name not in declared and not isinstance(value, nn.Module)}  # fmt: skip
-    known.received = {name: x for name, x in known.received.items() if name not in declared
-                      or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
+    stored = {
+        name: value
+        for name, value in known.received.items()
+        if name not in declared and not isinstance(value, nn.Module)
+    }
+    known.received = {
+        name: x
+        for name, x in known.received.items()
+        if name not in declared or (x is not given[name] if name in given else is_storable(x))
+    }
     for name in known.received.keys() & declared.keys() & {*known.names}:
         if declared[name].stored and not is_storable(known.received[name]):
             known.objects[name] = name_of(known.received[name])

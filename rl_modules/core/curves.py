@@ -11,8 +11,10 @@ from rl_modules.common.errors import UsageError
 
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "max": torch.maximum, "min": torch.minimum,
-}  # fmt: skip
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Means:
@@ -87,8 +89,10 @@ class Means:
         self._reduced = {name: (how, value.to(device)) for name, (how, value) in self._reduced.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        rows = [{"names": list(names), "weighted": weighted, "values": torch.stack(rows).cpu()}
-                for (names, weighted), rows in self._rows.items()]  # fmt: skip
+        rows = [
+            {"names": list(names), "weighted": weighted, "values": torch.stack(rows).cpu()}
+            for (names, weighted), rows in self._rows.items()
+        ]
         reduced = {name: [how, value.cpu()] for name, (how, value) in self._reduced.items()}
         return {"rows": rows, "numbers": {name: list(x) for name, x in self._numbers.items()}, "reduced": reduced}
 

@@ -36,9 +36,11 @@ def step_schedulers_of_epochs(module: Any) -> None:
     """Steps the learning-rate schedulers of epochs after one, whose ``frequency`` divides the number of epochs."""
     for config in () if is_cut_off(module.trainer) else module.trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, ReduceLROnPlateau):
-            raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(module).__name__} optimizes manually: "
-                             "Lightning keeps no monitor then; override step_schedulers, which is called after "
-                             "every epoch, or take another scheduler")  # fmt: skip
+            raise UsageError(
+                f"ReduceLROnPlateau needs a metric, and {type(module).__name__} optimizes manually: "
+                "Lightning keeps no monitor then; override step_schedulers, which is called after "
+                "every epoch, or take another scheduler"
+            )
         # `current_epoch` is one higher if this completes the last epoch of a checkpoint.
         progress = module.trainer.fit_loop.epoch_progress.current
         if config.interval == "epoch" and progress.processed % config.frequency == 0:

@@ -43,20 +43,26 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
         parts = sorted({*ExperienceSource.__annotations__, *members})
     missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]
     if missing:
-        raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
-                         f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
-                         "rl_modules.contract.ExperienceSource states")  # fmt: skip
+        raise UsageError(
+            f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
+            f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
+            "rl_modules.contract.ExperienceSource states"
+        )
 
 
 def check_trainer(module: Any) -> None:
     """Refuses strategies and precisions under which the algorithm would be wrong."""
     name, trainer = type(module).__name__, module._trainer
     if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
-        raise UsageError(f"trainer.strategy={type(trainer.strategy).__name__} splits the weights of language "
-                         f"models over ranks, not those of {name}; take ddp")  # fmt: skip
+        raise UsageError(
+            f"trainer.strategy={type(trainer.strategy).__name__} splits the weights of language "
+            f"models over ranks, not those of {name}; take ddp"
+        )
     if (precision := getattr(trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
-        raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
-                         "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
+        raise UsageError(
+            f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
+            "bf16-mixed, or on a GPU 16-mixed"
+        )
     if precision == "16-mixed" and not (module.automatic_optimization or module.graph):
         raise UsageError(f"trainer.precision=16-mixed scales one loss, {name} has several; take bf16-mixed")
 
@@ -65,9 +71,11 @@ def check_schedulers(module: Any) -> None:
     """Refuses schedulers of no known interval."""
     for config in module.trainer.lr_scheduler_configs:
         if config.interval not in ("step", "epoch") or config.frequency < 1:
-            raise UsageError(f"{type(module).__name__}.configure_optimizers returns a scheduler with interval="
-                             f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
-                             "least 1")  # fmt: skip
+            raise UsageError(
+                f"{type(module).__name__}.configure_optimizers returns a scheduler with interval="
+                f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
+                "least 1"
+            )
 
 
 # ---------------------------------------------------------------- what an algorithm returns
@@ -76,13 +84,17 @@ def check_schedulers(module: Any) -> None:
 def require_acted(acted: Any, n: int, fields: Iterable[str] | None = None) -> None:
     """Checks what ``act`` returned: of its ``fields`` those that are used, by default all, which a rollout stores."""
     if not isinstance(acted, dict) or "action" not in acted:
-        raise UsageError(f"act returned {_brief(acted)}; it must return a dictionary with the key action, and whatever "
-                         "else is to be stored in a rollout")  # fmt: skip
+        raise UsageError(
+            f"act returned {_brief(acted)}; it must return a dictionary with the key action, and whatever "
+            "else is to be stored in a rollout"
+        )
     for name in fields or acted:
         value = acted[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != n:
-            raise UsageError(f"act returned {name} as {_brief(value)}; it must be a tensor with a row for each of the "
-                             f"{n} observations")  # fmt: skip
+            raise UsageError(
+                f"act returned {name} as {_brief(value)}; it must be a tensor with a row for each of the "
+                f"{n} observations"
+            )
 
 
 def require_rows(prepared: Any, rows: tuple[int, ...], layout: str) -> None:
@@ -94,8 +106,10 @@ def require_rows(prepared: Any, rows: tuple[int, ...], layout: str) -> None:
     for name, field in prepared.items():
         for leaf in tree_leaves(field):
             if not isinstance(leaf, Tensor) or leaf.shape[: len(rows)] != rows:
-                raise UsageError(f"prepare returned {name} as {_brief(leaf)}; it must be a tensor whose shape begins "
-                                 f"with {layout} = {rows}")  # fmt: skip
+                raise UsageError(
+                    f"prepare returned {name} as {_brief(leaf)}; it must be a tensor whose shape begins "
+                    f"with {layout} = {rows}"
+                )
 
 
 def _brief(value: Any) -> str:

@@ -17,15 +17,17 @@ import typing
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from typing_extensions import dataclass_transform  # typing has it from Python 3.11 on
 
 from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.schedules import Schedule, parse_schedule
+from rl_modules.core.state import persistent, transient
 
 #: What should be where another container is given.
 _CONTAINED: dict[Any, str] = {str: "a single text", dict: "a dictionary {name: value}"}
@@ -154,9 +156,12 @@ class Setting:
         return f"be at least {low:g}{f' {self.unit}' if self.unit else ''}{other}"
 
 
-def setting(default: Any, says: str, **rules: Any) -> Any:
-    """Declares an argument in a class's body; the rules are the other attributes of :class:`Setting`."""
-    return Setting(default, says, **rules)
+def setting(default: Any, says: str, *, kw_only: bool = True, alias: str | None = None, **rules: Any) -> Any:
+    """Declares an argument in a class's body; the rules are the other attributes of :class:`Setting`.
+
+    Type checkers read ``default=``, ``kw_only`` and ``alias`` (PEP 681), so give them by name.
+    """
+    return Setting(default, says, **{"positional": not kw_only, "argument": alias or "", **rules})
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,24 @@ class _Fixed:
     instead: str
 
 
-def fixed(value: Any = ..., instead: str = "") -> Any:
+def fixed(value: Any = ..., instead: str = "", *, init: Literal[False] = False) -> Any:
     """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given.
 
     Args:
         value: of the attribute.
         instead: what a caller who gives the argument may do, such as ``GRPO takes it``.
+        init: tells type checkers that the constructor takes no such argument.
     """
     return _Fixed(value, instead)
+
+
+class _Made:
+    pass
+
+
+def made(*, init: Literal[False] = False) -> Any:
+    """Declares an attribute that the class sets itself, and that is no argument."""
+    return _Made()
 
 
 @dataclass(frozen=True)
@@ -180,9 +195,9 @@ class _Changed:
     rules: dict[str, Any]
 
 
-def changed(**rules: Any) -> Any:
+def changed(*, default: Any = ..., **rules: Any) -> Any:
     """Gives an inherited argument other rules; a new default alone is ``name = value``."""
-    return _Changed(rules)
+    return _Changed(rules if default is ... else {**rules, "default": default})
 
 
 @dataclass
@@ -197,6 +212,7 @@ class Given:
     received: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, changed, fixed, made, persistent, transient))
 class Declared:
     """Base of modules and datamodules whose arguments are declared in the class's body."""
 
@@ -254,8 +270,10 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
     if len(args) > len(positional):
         taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
-        raise UsageError(f"{cls.__name__} takes {taken} without {'its name' if len(positional) == 1 else 'names'}, "
-                         f"not {len(args)}; name them")  # fmt: skip
+        raise UsageError(
+            f"{cls.__name__} takes {taken} without {'its name' if len(positional) == 1 else 'names'}, "
+            f"not {len(args)}; name them"
+        )
     given = {**dict(zip(positional, args, strict=False)), **given}
     if unknown := [name for name in given if name not in cls.declared_settings]:
         refuse_unknown(cls, (), {name: given[name] for name in unknown})
@@ -362,6 +380,8 @@ def _declare(cls: Any) -> None:
             introduced.append(name)
             if value.computed is not None:
                 setattr(cls, name, value.computed if isinstance(value.computed, property) else property(value.computed))
+        elif isinstance(value, _Made):
+            delattr(cls, name)
         elif isinstance(value, _Fixed):
             fixed_here[name] = value.instead
             delattr(cls, name)

@@ -13,7 +13,7 @@ tensors and plain data.
 import random
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,17 +42,18 @@ class State:
         return self.initial(obj) if callable(self.initial) else deepcopy(self.initial)
 
 
-def persistent(initial: Any = None, argument: str | None = None) -> Any:
+def persistent(initial: Any = None, argument: str | None = None, *, init: Literal[False] = False) -> Any:
     """Declares an attribute of a run that checkpoints hold.
 
     Args:
         initial: its value when a run begins, or a function from the object to it.
         argument: the hyperparameter that the initial value is; a run that resumes with another one begins with that.
+        init: tells type checkers that the constructor takes no such argument.
     """
     return State(initial, True, argument)
 
 
-def transient(initial: Any = None) -> Any:
+def transient(initial: Any = None, *, init: Literal[False] = False) -> Any:
     """Declares an attribute of a run that no checkpoint holds, and no copy of the object."""
     return State(initial, False, None)
 

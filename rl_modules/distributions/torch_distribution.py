@@ -38,9 +38,11 @@ class TorchDistribution:
     def log_prob(self, action: Tensor) -> Tensor:
         log_prob = self.distribution.log_prob(action)
         if log_prob.shape != self.distribution.batch_shape or log_prob.dim() != 1:
-            raise UsageError(f"the policy's {type(self.distribution).__name__} has log_prob of shape "
-                             f"{tuple(log_prob.shape)}, expected one number per action; join its components by "
-                             f"torch.distributions.Independent(…, {max(1, log_prob.dim() - 1)})")  # fmt: skip
+            raise UsageError(
+                f"the policy's {type(self.distribution).__name__} has log_prob of shape "
+                f"{tuple(log_prob.shape)}, expected one number per action; join its components by "
+                f"torch.distributions.Independent(…, {max(1, log_prob.dim() - 1)})"
+            )
         return log_prob
 
     def entropy(self) -> Tensor:

@@ -23,9 +23,11 @@ def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         is_watched = (
             torch.autograd.profiler._is_profiler_enabled
-            or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks
-        )  # fmt: skip
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or base._global_optimizer_pre_hooks
+            or base._global_optimizer_post_hooks
+        )
         return (wrapped if is_watched else func)(self, closure)
 
     return step
@@ -66,10 +68,16 @@ class FusedAdam(torch.optim.Adam):
                 continue
             torch._foreach_add_(steps, 1)
             _fused_adam(
-                parameters, gradients, first, second, largest_second, steps,
-                beta1=group["betas"][0], beta2=group["betas"][1],
+                parameters,
+                gradients,
+                first,
+                second,
+                largest_second,
+                steps,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
                 **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
-            )  # fmt: skip
+            )
         return loss
 
 

@@ -21,10 +21,18 @@ from rl_modules.common.errors import UsageError
 from rl_modules.fast import recording
 
 #: Operators whose result the host waits for: a number, or the shape of a tensor.
-READ_BACK = frozenset((
-    "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim",
-    "unique_consecutive",
-))  # fmt: skip
+READ_BACK = frozenset(
+    (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
+)
 #: Recordings of one function that are kept, the last ones used.
 MOST = 16
 
@@ -160,8 +168,10 @@ class Recordings:
                 return True
         except RuntimeError as error:
             if isinstance(error, CannotRecord) or "captur" in str(error):
-                raise UsageError(f"{self.what}: {self._place(error)}, which a recording can't; compute it with tensors "
-                                 "that keep their shape, or leave graph out") from error  # fmt: skip
+                raise UsageError(
+                    f"{self.what}: {self._place(error)}, which a recording can't; compute it with tensors "
+                    "that keep their shape, or leave graph out"
+                ) from error
             raise
         self._found[key] = known
         while len(self._found) > MOST:
@@ -171,10 +181,15 @@ class Recordings:
     def _check(self, recorder: Any, run: Callable[[], None]) -> None:
         check = Recordable(self.generators)
         on_host = self.device.type == "cpu"
-        hooks = [hook for optimizer in self.optimizers if on_host for hook in (
-            optimizer.register_step_pre_hook(lambda *_: setattr(check, "checks", False)),
-            optimizer.register_step_post_hook(lambda *_: setattr(check, "checks", True)),
-        )]  # fmt: skip
+        hooks = [
+            hook
+            for optimizer in self.optimizers
+            if on_host
+            for hook in (
+                optimizer.register_step_pre_hook(lambda *_: setattr(check, "checks", False)),
+                optimizer.register_step_post_hook(lambda *_: setattr(check, "checks", True)),
+            )
+        ]
         try:
             with recording(), check:
                 (recorder.warm_up if recorder is not None else _call)(run)
@@ -185,8 +200,11 @@ class Recordings:
     def _place(self, error: BaseException) -> str:
         while isinstance(error.__context__, RuntimeError):  # the end of a recording that has failed raises again
             error = error.__context__
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if "/torch/" not in frame.filename or "/envs/torch/" in frame.filename]  # fmt: skip
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "/torch/" not in frame.filename or "/envs/torch/" in frame.filename
+        ]
         frame = [frame for frame in frames if frame.filename != __file__][-1]
         line = linecache.getline(frame.filename, frame.lineno or 0).strip()
         does = error.args[0] if isinstance(error, CannotRecord) else "waits for the device"

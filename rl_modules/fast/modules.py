@@ -13,18 +13,23 @@ _MINUS_ONE = torch.tensor(-1.0)
 _IS_FAST = is_fast()
 #: What ``Module.__call__`` looks at, too: hooks of all modules. Torch changes these dictionaries in place.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks,
-    torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
-)  # fmt: skip
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
 
 
 def call(layer: nn.Module, x: Any) -> Any:
     """Returns ``layer(x)``, without ``Module.__call__`` if there are no hooks, as ``Module._call_impl`` decides."""
     if (
         not _IS_FAST
-        or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
         or any(GLOBAL_HOOKS)
-    ):  # fmt: skip
+    ):
         return layer(x)
     if type(layer) is nn.Sequential:
         for part in layer:

@@ -26,9 +26,13 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends
 def is_hooked(layer: nn.Module) -> bool:
     """Returns whether ``layer(x)`` does more than its class's ``forward``."""
     return bool(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        or "forward" in layer.__dict__ or any(GLOBAL_HOOKS)
-    )  # fmt: skip
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+        or any(GLOBAL_HOOKS)
+    )
 
 
 def takes(x: Tensor) -> bool:
@@ -36,10 +40,16 @@ def takes(x: Tensor) -> bool:
     # Compilation comes first: a comparison of the batch size would fix it in an exported program. A traced one can't be
     # saved with oneDNN's product in it.
     return (
-        not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-        and x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
-        and not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active() and is_fast()
-    )  # fmt: skip
+        not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and x.dtype is torch.float32
+        and x.device.type == "cpu"
+        and _linear is not None
+        and len(x) >= SMALLEST
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
+        and is_fast()
+    )
 
 
 def pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -60,9 +70,11 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """K linear layers, each on an input of its own, [K, B, in] → [K, B, out], in oneDNN where that pays."""
     k, b, width_in = x.shape
     if (
-        takes(x[0]) and b >= 256 and min(width_in, weight.shape[2]) >= SMALLEST
+        takes(x[0])
+        and b >= 256
+        and min(width_in, weight.shape[2]) >= SMALLEST
         and k * b * width_in * weight.shape[2] >= WORTHWHILE
-    ):  # fmt: skip
+    ):
         each = zip(x.unbind(), weight.unbind(), bias.unbind(), strict=True)
         return torch.stack([relu_mlp(one, [w.t()], [c[0]]) for one, w, c in each])
     return torch.baddbmm(bias, x, weight)

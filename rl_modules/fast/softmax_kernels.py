@@ -13,9 +13,20 @@ _BLOCK = 8192
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    logits, token, log_prob, normaliser, entropy, batch_stride, stride, length, temperature,
-    WORDS: tl.constexpr, WITH_ENTROPY: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    token,
+    log_prob,
+    normaliser,
+    entropy,
+    batch_stride,
+    stride,
+    length,
+    temperature,
+    WORDS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Maximum and sum of a row in one pass (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3)."""
     row = tl.program_id(0).to(tl.int64)
     z = logits + (row // length) * batch_stride + (row % length) * stride
@@ -53,9 +64,20 @@ def _rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _slopes(  # type: ignore[no-untyped-def]
-    logits, out, token, normaliser, grad, batch_stride, stride, out_batch_stride, out_stride, length, temperature,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    out,
+    token,
+    normaliser,
+    grad,
+    batch_stride,
+    stride,
+    out_batch_stride,
+    out_stride,
+    length,
+    temperature,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """([v = y] - p_v) / T times the row's gradient."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
@@ -81,9 +103,21 @@ def token_statistics(
     _, length, words = logits.shape
     with torch.cuda.device_of(logits):
         _rows[(tokens.numel(),)](
-            logits, tokens.contiguous(), log_prob, normaliser, spread, logits.stride(0), logits.stride(1), length,
-            float(temperature), WORDS=words, WITH_ENTROPY=entropy, IN_PLACE=in_place, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+            logits,
+            tokens.contiguous(),
+            log_prob,
+            normaliser,
+            spread,
+            logits.stride(0),
+            logits.stride(1),
+            length,
+            float(temperature),
+            WORDS=words,
+            WITH_ENTROPY=entropy,
+            IN_PLACE=in_place,
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
     return log_prob, normaliser, spread
 
 
@@ -95,9 +129,19 @@ def log_probs_gradient(
     rows = [tokens.contiguous(), normaliser.float().contiguous(), grad.float().contiguous()]
     with torch.cuda.device_of(logits):
         _slopes[(tokens.numel(), triton.cdiv(words, _BLOCK))](
-            logits, out, *rows, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), length,
-            float(temperature), WORDS=words, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+            logits,
+            out,
+            *rows,
+            logits.stride(0),
+            logits.stride(1),
+            out.stride(0),
+            out.stride(1),
+            length,
+            float(temperature),
+            WORDS=words,
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
     return out
 
 

@@ -133,11 +133,14 @@ def check_recordable(module: Any) -> None:
     what = f"{type(module).__name__}(graph=True)"
     for name, schedule in module.schedules.items():
         if schedule.decays:
-            raise UsageError(f"{what}: {name}={module.hparams[name]!r} changes with every rollout, and a recording "
-                             "keeps its first value; give a number, or leave graph out")  # fmt: skip
+            raise UsageError(
+                f"{what}: {name}={module.hparams[name]!r} changes with every rollout, and a recording "
+                "keeps its first value; give a number, or leave graph out"
+            )
     if module.scheduler_factory is not None:
-        raise UsageError(f"{what}: a recording takes no steps of lr_scheduler; give learning_rate a schedule such as "
-                         "lin_3e-4")  # fmt: skip
+        raise UsageError(
+            f"{what}: a recording takes no steps of lr_scheduler; give learning_rate a schedule such as lin_3e-4"
+        )
     if module.trainer.world_size > 1:
         raise UsageError(f"{what} trains on one device, the Trainer has {module.trainer.world_size}; leave graph out")
     if module.trainer.precision == "16-mixed":
@@ -156,9 +159,11 @@ class Recorded:
         decays = module.learning_rate is not None and parse_schedule(module.learning_rate, "learning_rate").decays
         for optimizer in self.optimizers if decays and module.device.type in RECORDERS else ():
             if not all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-                raise UsageError(f"{what}: a recording keeps the learning rate of {type(optimizer).__name__}, which is "
-                                 f"no tensor, and learning_rate={module.learning_rate!r} decays; give a number, or "
-                                 "an optimizer that has capturable")  # fmt: skip
+                raise UsageError(
+                    f"{what}: a recording keeps the learning rate of {type(optimizer).__name__}, which is "
+                    f"no tensor, and learning_rate={module.learning_rate!r} decays; give a number, or "
+                    "an optimizer that has capturable"
+                )
         self.recordings = Recordings(what, module.device, generators, self.optimizers)
         self._hooks = GradientHooks(self.trainer)
         self._rates: dict[int, Tensor] = {}
@@ -202,8 +207,10 @@ class Recorded:
         with self.trainer.precision_plugin.train_step_context():
             loss = type(module).training_step(module, batch, batch_idx)
         if not isinstance(loss, Tensor):
-            raise UsageError(f"{type(module).__name__}(graph=True): training_step returned {loss!r}, and a recording "
-                             "takes the gradient of a loss; return that, or leave graph out")  # fmt: skip
+            raise UsageError(
+                f"{type(module).__name__}(graph=True): training_step returned {loss!r}, and a recording "
+                "takes the gradient of a loss; return that, or leave graph out"
+            )
         module.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
         loss.backward()
         self._hooks.after_backward()

@@ -119,8 +119,9 @@ def dpo_loss(
     if loss_type == "exo_pair" and not label_smoothing:
         raise ValueError("label_smoothing must be above 0 for loss_type 'exo_pair', such as 1e-3.")
     if f_divergence_type != "reverse_kl" and loss_type not in OF_DIFFERENCES:
-        raise ValueError(f"f_divergence_type must be 'reverse_kl' for loss_type {loss_type!r}, got "
-                         f"{f_divergence_type!r}.")  # fmt: skip
+        raise ValueError(
+            f"f_divergence_type must be 'reverse_kl' for loss_type {loss_type!r}, got {f_divergence_type!r}."
+        )
     _require_vector("chosen_log_prob", chosen_log_prob)
     for name, tensor in (
         ("rejected_log_prob", rejected_log_prob),

@@ -62,10 +62,11 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, Constants], Tensor]] = {
     "orpo": lambda c, r, k: -k.beta * F.logsigmoid(_log_odds(c) - _log_odds(r)),
 }
 PAIR_LOSSES |= {
-    "sigmoid_norm": PAIR_LOSSES["sigmoid"], "cpo": PAIR_LOSSES["sigmoid"],
+    "sigmoid_norm": PAIR_LOSSES["sigmoid"],
+    "cpo": PAIR_LOSSES["sigmoid"],
     # Gets the policy's and the reference's margins, in place of the two answers' scores.
     "aot": PAIR_LOSSES["aot_unpaired"],
-}  # fmt: skip
+}
 #: The losses that compare means over tokens.
 NORMALISED = frozenset({"ipo", "sigmoid_norm", "simpo", "orpo"})
 #: Those that read no reference policy.

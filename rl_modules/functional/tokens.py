@@ -199,8 +199,11 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype, words: int) -> An
         return softmax_kernels
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"log-probabilities of tokens are computed by torch's operators: Triton's kernels do not work on "
-                      f"{device.type} here ({reason})", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"log-probabilities of tokens are computed by torch's operators: Triton's kernels do not work on "
+            f"{device.type} here ({reason})",
+            stacklevel=2,
+        )
         return None
 
 

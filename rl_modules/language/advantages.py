@@ -69,12 +69,15 @@ def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
     try:
         scores = function(rewards)
     except Exception as error:
-        raise UsageError(f"advantages={given!r} raised {type(error).__name__}: {error}; it must take rewards [P, G] as "
-                         "a tensor") from error  # fmt: skip
+        raise UsageError(
+            f"advantages={given!r} raised {type(error).__name__}: {error}; it must take rewards [P, G] as a tensor"
+        ) from error
     if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
         came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise UsageError(f"advantages={given!r} returned {came} for rewards of shape {tuple(rewards.shape)}; it must "
-                         "return a tensor [P, G], one advantage per reward")  # fmt: skip
+        raise UsageError(
+            f"advantages={given!r} returned {came} for rewards of shape {tuple(rewards.shape)}; it must "
+            "return a tensor [P, G], one advantage per reward"
+        )
     return scores
 
 

@@ -28,18 +28,36 @@ SMALL = {
 CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 #: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture.
 _OF_LOADING = {
-    "quantization_config", "load_in_4bit", "load_in_8bit", "dtype", "torch_dtype", "attn_implementation",
-    "gradient_checkpointing", "device_map", "max_memory", "low_cpu_mem_usage", "offload_folder", "trust_remote_code",
-    "code_revision", "revision", "token", "cache_dir", "subfolder", "variant", "return_dict",
-}  # fmt: skip
+    "quantization_config",
+    "load_in_4bit",
+    "load_in_8bit",
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "gradient_checkpointing",
+    "device_map",
+    "max_memory",
+    "low_cpu_mem_usage",
+    "offload_folder",
+    "trust_remote_code",
+    "code_revision",
+    "revision",
+    "token",
+    "cache_dir",
+    "subfolder",
+    "variant",
+    "return_dict",
+}
 
 
 def refuse_loading_arguments(model_config: dict[str, Any] | None) -> None:
     """Refuses arguments of ``from_pretrained`` among the fields of an architecture, which would be ignored."""
     for name in _OF_LOADING.intersection(model_config or {}):
-        raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture; "
-                         "torch_dtype, attn_implementation, quantization_config and gradient_checkpointing are the "
-                         "module's own arguments, and a model is downloaded before")  # fmt: skip
+        raise UsageError(
+            f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture; "
+            "torch_dtype, attn_implementation, quantization_config and gradient_checkpointing are the "
+            "module's own arguments, and a model is downloaded before"
+        )
 
 
 def make_config(
@@ -80,8 +98,10 @@ def make_config(
         remove_dropout(config)
     words = text_config(config).vocab_size
     if len(tokenizer) > words:
-        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
-                         "give the one that the model was trained with as tokenizer_name_or_path")  # fmt: skip
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
+            "give the one that the model was trained with as tokenizer_name_or_path"
+        )
     return config
 
 
@@ -93,16 +113,19 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
         known = None
     for name in fields.keys() - {REMOVED} if known is not None else ():
         if not hasattr(known, name) and (near := get_close_matches(name, known.to_dict(), n=1, cutoff=0.85)):
-            raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}; did you mean "
-                             f"{near[0]}?")  # fmt: skip
+            raise UsageError(
+                f"model_config has no field {name!r} for model_type={config.model_type}; did you mean {near[0]}?"
+            )
     text = text_config(config)
     width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
     if isinstance(width, int) and isinstance(heads, int) and width % heads and not getattr(text, "head_dim", None):
         raise UsageError(f"model_config: hidden_size={width} must be divisible by num_attention_heads={heads}")
     layers, kinds = getattr(text, "num_hidden_layers", None), getattr(text, "layer_types", None)
     if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) < layers:
-        raise UsageError(f"model_config: num_hidden_layers={layers} is more than the {len(kinds)} layers that the "
-                         "model's layer_types name; leave it as it is")  # fmt: skip
+        raise UsageError(
+            f"model_config: num_hidden_layers={layers} is more than the {len(kinds)} layers that the "
+            "model's layer_types name; leave it as it is"
+        )
 
 
 def body_of(network: Any) -> nn.Module:
@@ -140,15 +163,21 @@ def require_head(config: PretrainedConfig, head: str) -> None:
     """Refuses an architecture that transformers has no such head for, by its name."""
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UsageError(f"{kind} is an encoder-decoder, and every algorithm here reads prompt and completion as one "
-                         "text; take a decoder-only architecture such as Qwen3, Llama or Gemma")  # fmt: skip
+        raise UsageError(
+            f"{kind} is an encoder-decoder, and every algorithm here reads prompt and completion as one "
+            "text; take a decoder-only architecture such as Qwen3, Llama or Gemma"
+        )
     if type(config) in CLASSES[head]:
         return
     if head == "score":
-        raise UsageError(f"transformers has no sequence classification for {kind}, so that no reward or value model "
-                         "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX")  # fmt: skip
-    raise UsageError(f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
-                     "Qwen3, Llama or Gemma")  # fmt: skip
+        raise UsageError(
+            f"transformers has no sequence classification for {kind}, so that no reward or value model "
+            "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX"
+        )
+    raise UsageError(
+        f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
+        "Qwen3, Llama or Gemma"
+    )
 
 
 def max_length(config: PretrainedConfig) -> int:
@@ -163,8 +192,9 @@ def max_length(config: PretrainedConfig) -> int:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one per kind
     own = getattr(text, "original_max_position_embeddings", None)
-    lengths = [kind.get("original_max_position_embeddings") or own for kind in kinds
-               if kind.get("rope_type") == "longrope"]  # fmt: skip
+    lengths = [
+        kind.get("original_max_position_embeddings") or own for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
     return int(min([longest, *filter(None, lengths)]))
 
 
@@ -177,8 +207,11 @@ REMOVED = "removed_dropout"
 def remove_dropout(config: PretrainedConfig) -> None:
     """Sets every dropout rate of a config and of its language model's to 0; each stores its original rates."""
     for part in _parts(config):
-        rates = {name: value for name, value in part.to_dict().items()
-                 if is_rate(name, part) and isinstance(value, float) and value}  # fmt: skip
+        rates = {
+            name: value
+            for name, value in part.to_dict().items()
+            if is_rate(name, part) and isinstance(value, float) and value
+        }
         for name in rates:
             setattr(part, name, 0.0)
         if rates:

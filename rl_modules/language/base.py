@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
 from rl_modules.core.hooks import copy_for_averages
-from rl_modules.core.settings import setting, warn_of_idle
+from rl_modules.core.settings import made, setting, warn_of_idle
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import (
     has_router,
@@ -72,86 +72,139 @@ class LanguageModule(LanguageMetrics):
     #: Off in reinforcement learning, because dropout would make the policy's ratio to itself differ from 1.
     dropout = False
     #: Metric that selects the best checkpoint, and its mode, ``max`` or ``min``.
-    best_metric: tuple[str, str] = ("eval/loss", "min")
+    best_metric: ClassVar[tuple[str, str]] = ("eval/loss", "min")
     learning_curve = "train/loss"
     #: The default optimizer's eps, which is added to the root of the second moment.
     adam_eps = 1e-8
 
     model_name_or_path: Any = setting(
-        None, "directory, hub name or GGUF file (``package/file.gguf`` within an installed package) of a pretrained "
+        default=None,
+        says="directory, hub name or GGUF file (``package/file.gguf`` within an installed package) of a pretrained "
         "model, in Python also the model itself, which is copied; None: a randomly initialised model. A checkpoint of "
         "a run that began with an object holds all of its weights",
-        kind=str | None, positional=True, attribute="_given_model", check=name_or_object,
-        stores=name_alone)  # fmt: skip
+        kind=str | None,
+        kw_only=False,
+        attribute="_given_model",
+        check=name_or_object,
+        stores=name_alone,
+    )
     model_config: dict[str, Any] | None = setting(
-        None, "fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06 "
-        "million parameters (another ``model_type`` starts from that type's own defaults)")  # fmt: skip
+        default=None,
+        says="fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06 "
+        "million parameters (another ``model_type`` starts from that type's own defaults)",
+    )
     tokenizer_name_or_path: Any = setting(
-        None, "directory or hub name, in Python also a tokenizer; None: the model's, or, without a pretrained model, "
-        "the character tokenizer", kind=str | None, attribute="_tokenizer", check=name_or_object,
-        stores=name_alone)  # fmt: skip
+        default=None,
+        says="directory or hub name, in Python also a tokenizer; None: the model's, or, without a pretrained model, "
+        "the character tokenizer",
+        kind=str | None,
+        attribute="_tokenizer",
+        check=name_or_object,
+        stores=name_alone,
+    )
     lora: dict[str, Any] | None = setting(
-        None, "arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``; "
+        default=None,
+        says="arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``; "
         "None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without "
-        "dropout, so ``lora_dropout`` is 0 there", check=check_lora, computed=adapters_of)  # fmt: skip
+        "dropout, so ``lora_dropout`` is 0 there",
+        check=check_lora,
+        computed=adapters_of,
+    )
     torch_dtype: str = setting(
-        "float32", "of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's "
-        "``precision`` sets the precision of computations", one_of=DTYPES)  # fmt: skip
+        default="float32",
+        says="of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's "
+        "``precision`` sets the precision of computations",
+        one_of=DTYPES,
+    )
     quantization_config: dict[str, Any] | None = setting(
-        None, "arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
+        default=None,
+        says="arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
         "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "
-        "under ``lora`` while they are read; None: they have ``torch_dtype``", check=check_quantization)  # fmt: skip
+        "under ``lora`` while they are read; None: they have ``torch_dtype``",
+        check=check_quantization,
+    )
     attn_implementation: str | None = setting(
-        None, "sdpa, eager, flash_attention_2 …; varlen: sdpa, and packed texts without a mask; None: the library's "
-        "choice")  # fmt: skip
+        default=None,
+        says="sdpa, eager, flash_attention_2 …; varlen: sdpa, and packed texts without a mask; None: the library's "
+        "choice",
+    )
     gradient_checkpointing: bool | str = setting(
-        False, "recompute activations in the backward pass instead of keeping them: true: all of a layer; "
-        "``selective``: all except matrix products and attention, which are expensive")  # fmt: skip
+        default=False,
+        says="recompute activations in the backward pass instead of keeping them: true: all of a layer; "
+        "``selective``: all except matrix products and attention, which are expensive",
+    )
     torch_compile: bool = setting(
-        False, "compile each layer with ``torch.compile`` where training begins: one compilation for all layers and "
-        "lengths, some tens of seconds; sampling does not use it")  # fmt: skip
+        default=False,
+        says="compile each layer with ``torch.compile`` where training begins: one compilation for all layers and "
+        "lengths, some tens of seconds; sampling does not use it",
+    )
     use_liger_kernel: bool = setting(
-        False, "train with the GPU kernels of the package ``liger-kernel``; losses are computed in tiles without "
-        "it")  # fmt: skip
-    learning_rate: float = setting(1e-3, "peak step size", least=0, idle=beside_optimizer)
+        default=False,
+        says="train with the GPU kernels of the package ``liger-kernel``; losses are computed in tiles without it",
+    )
+    learning_rate: float = setting(default=1e-3, says="peak step size", least=0, idle=beside_optimizer)
     lr_scheduler_type: str = setting(
-        "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
-        "goes by steps", one_of=KINDS, idle=beside_scheduler)  # fmt: skip
+        default="linear",
+        says="``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
+        "goes by steps",
+        one_of=KINDS,
+        idle=beside_scheduler,
+    )
     lr_scheduler_kwargs: dict[str, Any] | None = setting(
-        None, "further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of ``cosine_with_min_lr`` or "
-        "``{num_decay_steps: 100}`` of ``warmup_stable_decay``", idle=without_arguments)  # fmt: skip
-    warmup_steps: int = setting(0, "optimizer steps of linear warm-up", least=0, idle=without_warmup)
+        default=None,
+        says="further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of ``cosine_with_min_lr`` or "
+        "``{num_decay_steps: 100}`` of ``warmup_stable_decay``",
+        idle=without_arguments,
+    )
+    warmup_steps: int = setting(default=0, says="optimizer steps of linear warm-up", least=0, idle=without_warmup)
     weight_decay: float = setting(
-        0.0, "of AdamW, on matrices (not on biases and norms)", least=0, idle=beside_optimizer)  # fmt: skip
+        default=0.0, says="of AdamW, on matrices (not on biases and norms)", least=0, idle=beside_optimizer
+    )
     max_grad_norm: float | None = setting(
-        1.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
-        "clipping", above=0)  # fmt: skip
+        default=1.0,
+        says="global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping",
+        above=0,
+    )
     optimizer: OptimizerFactory | None = setting(
-        None, "callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings "
-        "above", attribute="optimizer_factory", stored=False, check=require_callable)  # fmt: skip
+        default=None,
+        says="callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings above",
+        attribute="optimizer_factory",
+        stored=False,
+        check=require_callable,
+    )
     lr_scheduler: SchedulerFactory | None = setting(
-        None, "callable from the optimizer to a torch scheduler, stepped once per optimizer step",
-        attribute="scheduler_factory", stored=False, check=require_callable)  # fmt: skip
-    logging_steps: int = setting(10, "optimizer steps between two points of the training curves", least=1)
+        default=None,
+        says="callable from the optimizer to a torch scheduler, stepped once per optimizer step",
+        attribute="scheduler_factory",
+        stored=False,
+        check=require_callable,
+    )
+    logging_steps: int = setting(default=10, says="optimizer steps between two points of the training curves", least=1)
     save_frozen_weights: bool = setting(
-        False, "write weights that are never trained (the base under ``lora``, a reference, a reward model) into every "
+        default=False,
+        says="write weights that are never trained (the base under ``lora``, a reference, a reward model) into every "
         "checkpoint too; False: store the path and a digest of weights that were loaded from a path. Such a checkpoint "
-        "needs these directories unchanged")  # fmt: skip
+        "needs these directories unchanged",
+    )
     description: dict[str, Any] | None = setting(
-        None, "architecture and tokenizer as plain data, from which a checkpoint loads without the model's directory; "
-        "set internally", attribute="")  # fmt: skip
+        default=None,
+        says="architecture and tokenizer as plain data, from which a checkpoint loads without the model's directory; "
+        "set internally",
+        attribute="",
+    )
 
     #: What makes the optimizer and the scheduler; None: AdamW, and the schedule of ``lr_scheduler_type``.
-    optimizer_factory: OptimizerFactory | None
-    scheduler_factory: SchedulerFactory | None
+    optimizer_factory: OptimizerFactory | None = made()
+    scheduler_factory: SchedulerFactory | None = made()
     #: The model that was given as an object, in a tuple, because an attribute would become a part of this module.
-    _given_model: Any
-    _tokenizer: Any
+    _given_model: Any = made()
+    _tokenizer: Any = made()
     #: The model that is trained.
-    model: Any
+    model: Any = made()
     stores_own_gradients = False  # their mean over ranks is smaller than all of them
     # Path and digest of frozen weights, by prefix.
-    _sources: dict[str, dict[str, str]]
+    _sources: dict[str, dict[str, str]] = made()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -288,8 +341,16 @@ class LanguageModule(LanguageMetrics):
             source: directory, hub name or model that the weights come from; None: new ones.
         """
         hp: Any = self.hparams
-        self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
-                                hp.gradient_checkpointing, self.lora, hp.quantization_config)  # fmt: skip
+        self.model = make_model(
+            config,
+            source,
+            self.head,
+            hp.torch_dtype,
+            hp.attn_implementation,
+            hp.gradient_checkpointing,
+            self.lora,
+            hp.quantization_config,
+        )
 
     @property
     def hidden_size(self) -> int:

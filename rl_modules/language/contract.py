@@ -294,8 +294,10 @@ def require_tokens(module: Any, batch: Any, step: str) -> None:
     if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
         return
     came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise UsageError(f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
-                     f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them")  # fmt: skip
+    raise UsageError(
+        f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
+        f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them"
+    )
 
 
 if TYPE_CHECKING:  # mypy compares the modules with what they must be

@@ -39,8 +39,10 @@ def value_model_from_policy(
 ) -> Any:
     """Copies a policy's body to a trainable value model with a head of one output, which is 0 at first."""
     if getattr(policy, "is_quantized", False):
-        raise UsageError("a value model can't start from a policy with quantized weights; set "
-                         "value_head_on_policy=true, or give a reward model")  # fmt: skip
+        raise UsageError(
+            "a value model can't start from a policy with quantized weights; set "
+            "value_head_on_policy=true, or give a reward model"
+        )
     causal = transformers_model(policy)
     weight = next(causal.parameters())
     if lora is not None and not weight.is_meta and not begins_unchanged(policy):
@@ -55,8 +57,10 @@ def value_model_from_policy(
     try:
         model.base_model.load_state_dict({n.replace(".original_module.", "."): t for n, t in weights.items()})
     except RuntimeError as error:
-        raise UsageError(f"a value model of {causal.config.model_type} can't start from the policy: the body of its "
-                         "sequence classification is another; set value_head_on_policy=true") from error  # fmt: skip
+        raise UsageError(
+            f"a value model of {causal.config.model_type} can't start from the policy: the body of its "
+            "sequence classification is another; set value_head_on_policy=true"
+        ) from error
     nn.init.zeros_(model.score.weight)
     model.to(weight.device).train()
     return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
@@ -76,9 +80,16 @@ class HeadOnPolicy(nn.Module):
         split(self.linear)
 
     def forward(
-        self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
-        entropy: bool = False, extent: Extent | None = None, filtered: Filter | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        self,
+        model: Any,
+        tokens: Tensor,
+        prompt_length: Tensor,
+        length: Tensor,
+        temperature: float,
+        entropy: bool = False,
+        extent: Extent | None = None,
+        filtered: Filter | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Computes log-probabilities, entropies and values of completions by one forward pass of the policy."""
         states: list[Tensor] = []
         extent = extent_of(prompt_length, length) if extent is None else extent

@@ -39,27 +39,51 @@ class Distillation(PolicyWithReference):
     """
 
     teacher_model_name_or_path: str | None = setting(
-        None, "the teacher: an exported directory, a hub name, or a language algorithm's checkpoint (``.ckpt``), with "
-        "the student's tokenizer. None: under ``lora`` the model without adapters")  # fmt: skip
+        default=None,
+        says="the teacher: an exported directory, a hub name, or a language algorithm's checkpoint (``.ckpt``), with "
+        "the student's tokenizer. None: under ``lora`` the model without adapters",
+    )
     teacher_model_server_url: str | None = setting(
-        None, "in place of a local teacher, host:port of `rl serve --model DIRECTORY`, which answers with the "
-        "``loss_top_k`` likeliest tokens of each place")  # fmt: skip
-    beta: float = setting(1.0, "β, the divergence: 0 forward KL, 1 reverse KL, between them the generalized "
-                          "Jensen–Shannon divergence", least=0, most=1)  # fmt: skip
+        default=None,
+        says="in place of a local teacher, host:port of `rl serve --model DIRECTORY`, which answers with the "
+        "``loss_top_k`` likeliest tokens of each place",
+    )
+    beta: float = setting(
+        default=1.0,
+        says="β, the divergence: 0 forward KL, 1 reverse KL, between them the generalized Jensen–Shannon divergence",
+        least=0,
+        most=1,
+    )
     lmbda: float = setting(
-        1.0, "λ, weight of the student's completions where a step also has demonstrations, whose weight is 1 - λ",
-        least=0, most=1)  # fmt: skip
-    loss_top_k: int = setting(0, "compare the teacher's k likeliest tokens only; 0: the whole vocabulary", least=0)
+        default=1.0,
+        says="λ, weight of the student's completions where a step also has demonstrations, whose weight is 1 - λ",
+        least=0,
+        most=1,
+    )
+    loss_top_k: int = setting(
+        default=0, says="compare the teacher's k likeliest tokens only; 0: the whole vocabulary", least=0
+    )
     loss_add_tail: bool = setting(
-        True, "the probability of all other tokens counts as one more token; false: the k tokens' probabilities are "
-        "divided by their sum", idle=lambda m: not m.loss_top_k and "without loss_top_k; set that")  # fmt: skip
+        default=True,
+        says="the probability of all other tokens counts as one more token; false: the k tokens' probabilities are "
+        "divided by their sum",
+        idle=lambda m: not m.loss_top_k and "without loss_top_k; set that",
+    )
     distillation_objective: str = setting(
-        "jsd", "``jsd``: the divergence of ``beta`` between distributions; ``policy_gradient``: the teacher's log-"
-        "ratio of each sampled token as its reward", one_of=("jsd", "policy_gradient"))  # fmt: skip
+        default="jsd",
+        says="``jsd``: the divergence of ``beta`` between distributions; ``policy_gradient``: the teacher's log-"
+        "ratio of each sampled token as its reward",
+        one_of=("jsd", "policy_gradient"),
+    )
     epsilon: float = setting(
-        0.2, "ε, how far the ratio to the policy that sampled may move from 1", least=0,
-        idle=lambda m: m.distillation_objective != "policy_gradient"
-        and "without distillation_objective='policy_gradient'; set that")  # fmt: skip
+        default=0.2,
+        says="ε, how far the ratio to the policy that sampled may move from 1",
+        least=0,
+        idle=lambda m: (
+            m.distillation_objective != "policy_gradient"
+            and "without distillation_objective='policy_gradient'; set that"
+        ),
+    )
     max_completion_length = 512
     learning_rate = 1e-6
     ref_model_name_or_path = fixed(None, instead="teacher_model_name_or_path names the teacher")
@@ -76,24 +100,32 @@ class Distillation(PolicyWithReference):
         hp: Any = self.hparams
         self._served: Any = None
         url = hp.teacher_model_server_url
-        if url is not None and (hp.teacher_model_name_or_path is not None or not self.loss_top_k
-                                or self.distillation_objective != "jsd"):  # fmt: skip
-            raise UsageError(f"teacher_model_server_url={url!r} takes loss_top_k above 0, distillation_objective='jsd' "
-                             "and no teacher_model_name_or_path")  # fmt: skip
+        if url is not None and (
+            hp.teacher_model_name_or_path is not None or not self.loss_top_k or self.distillation_objective != "jsd"
+        ):
+            raise UsageError(
+                f"teacher_model_server_url={url!r} takes loss_top_k above 0, distillation_objective='jsd' "
+                "and no teacher_model_name_or_path"
+            )
         if hp.teacher_model_name_or_path is None and hp.lora is None and url is None:
-            raise UsageError("teacher_model_name_or_path=None leaves no teacher without lora, whose base it would be; "
-                             "give a directory, hub name or checkpoint")  # fmt: skip
+            raise UsageError(
+                "teacher_model_name_or_path=None leaves no teacher without lora, whose base it would be; "
+                "give a directory, hub name or checkpoint"
+            )
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         shown = getattr(data, "ptx_batch_size", None)
         if stage == "fit" and shown is not None and (shown > 0) != (self.lmbda < 1):
-            raise UsageError(f"lmbda={self.lmbda} with ptx_batch_size={shown}: demonstrations have the weight 1 - "
-                             "lmbda; set lmbda below 1 and ptx_batch_size above 0, or neither")  # fmt: skip
+            raise UsageError(
+                f"lmbda={self.lmbda} with ptx_batch_size={shown}: demonstrations have the weight 1 - "
+                "lmbda; set lmbda below 1 and ptx_batch_size above 0, or neither"
+            )
         if stage == "fit" and shown is None and self.distillation_objective == "policy_gradient":
-            raise UsageError("distillation_objective='policy_gradient' needs the student's completions; take "
-                             "PromptDataModule")  # fmt: skip
+            raise UsageError(
+                "distillation_objective='policy_gradient' needs the student's completions; take PromptDataModule"
+            )
 
     @property
     def wants_reference(self) -> bool:
@@ -149,8 +181,11 @@ class Distillation(PolicyWithReference):
             return torch.stack(self.token_divergence(log_q, log_p, beta))
 
         parts = [slice(first, first + size) for first in range(0, max(1, len(place)), max(1, size))]
-        found = of(parts[0]) if len(parts) == 1 else torch.cat(
-            [checkpoint(of, part, use_reentrant=False) for part in parts], -1)  # fmt: skip
+        found = (
+            of(parts[0])
+            if len(parts) == 1
+            else torch.cat([checkpoint(of, part, use_reentrant=False) for part in parts], -1)
+        )
         return found[0], found[1].detach()
 
     @property
@@ -242,8 +277,9 @@ class Distillation(PolicyWithReference):
             self.model, *text, self.temperature, extent=extent_in(batch), filtered=self.filter_of(batch)
         )
         old = log_prob.detach() if batch["on_policy"] else batch["log_prob"]
-        return F.grpo_loss(log_prob, old, batch["advantage"], mask, epsilon=self.epsilon, loss_type="dapo",
-                           num_items_in_batch=1)  # fmt: skip
+        return F.grpo_loss(
+            log_prob, old, batch["advantage"], mask, epsilon=self.epsilon, loss_type="dapo", num_items_in_batch=1
+        )
 
     def demonstration_loss(self, tokens: Tensor, counted: Tensor, total: Any, batch: dict[str, Any]) -> Tensor:
         """Returns this micro-batch's part of the mean divergence over the ``total`` tokens of the optimizer step."""

@@ -15,7 +15,7 @@ from rl_modules.functional.pair_losses import (
     REFERENCE_FREE,
     SMOOTHED,
     length_desensitized,
-)  # fmt: skip
+)
 from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
 
@@ -70,36 +70,63 @@ class DPO(PreferencePolicy):
 
     beta: float = changed(says="β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ)")
     loss_type: Any = setting(
-        "sigmoid", "a loss of :func:`~rl_modules.functional.dpo_loss`, or ``sft`` (the chosen answers' negative "
+        default="sigmoid",
+        says="a loss of :func:`~rl_modules.functional.dpo_loss`, or ``sft`` (the chosen answers' negative "
         "log-likelihood per token): ``sigmoid`` (DPO), ``ipo``, ``hinge`` (SLiC), ``robust``, ``exo_pair``, "
         "``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``, ``aot_unpaired``, ``apo_zero``, ``apo_down``, "
         "``discopop``, ``sigmoid_norm``; without a reference, ``simpo``, ``cpo`` and ``orpo``, of which the last two "
-        "add ``sft`` with weight 1. A list: their weighted sum", kind=str | list[str], check=check_losses)  # fmt: skip
+        "add ``sft`` with weight 1. A list: their weighted sum",
+        kind=str | list[str],
+        check=check_losses,
+    )
     loss_weights: list[float] | None = setting(
-        None, "weights of the losses of a list, as in MPO's ``[0.8, 0.2, 1.0]`` of ``[sigmoid, bco_pair, sft]``; None: "
-        "all 1", check=check_weights)  # fmt: skip
+        default=None,
+        says="weights of the losses of a list, as in MPO's ``[0.8, 0.2, 1.0]`` of ``[sigmoid, bco_pair, sft]``; None: "
+        "all 1",
+        check=check_weights,
+    )
     label_smoothing: float = setting(
-        0.0, "ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO), "
-        "``sigmoid_norm``, ``cpo``, ``simpo``, ``robust`` and AOT; ``exo_pair`` needs one, such as 1e-3", least=0,
-        below=0.5, idle=lambda m: not SMOOTHED & {*m.losses} and "with this loss_type; take sigmoid")  # fmt: skip
+        default=0.0,
+        says="ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO), "
+        "``sigmoid_norm``, ``cpo``, ``simpo``, ``robust`` and AOT; ``exo_pair`` needs one, such as 1e-3",
+        least=0,
+        below=0.5,
+        idle=lambda m: not SMOOTHED & {*m.losses} and "with this loss_type; take sigmoid",
+    )
     f_divergence_type: str = setting(
-        "reverse_kl", "divergence to the reference (f-DPO, arXiv:2309.16240), for losses of the answers' difference",
-        one_of=DIVERGENCES)  # fmt: skip
+        default="reverse_kl",
+        says="divergence to the reference (f-DPO, arXiv:2309.16240), for losses of the answers' difference",
+        one_of=DIVERGENCES,
+    )
     f_alpha_divergence_coef: float = setting(
-        0.5, "α of ``alpha_divergence``", idle=lambda m: m.f_divergence_type != "alpha_divergence"
-        and "without f_divergence_type=alpha_divergence")  # fmt: skip
+        default=0.5,
+        says="α of ``alpha_divergence``",
+        idle=lambda m: m.f_divergence_type != "alpha_divergence" and "without f_divergence_type=alpha_divergence",
+    )
     ld_alpha: float | None = setting(
-        None, "weight of the tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411); None: 1", least=0,
-        most=1)  # fmt: skip
+        default=None,
+        says="weight of the tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411); None: 1",
+        least=0,
+        most=1,
+    )
     discopop_tau: float = setting(
-        0.05, "τ of ``discopop``", above=0,
-        idle=lambda m: "discopop" not in m.losses and "without loss_type=discopop")  # fmt: skip
+        default=0.05,
+        says="τ of ``discopop``",
+        above=0,
+        idle=lambda m: "discopop" not in m.losses and "without loss_type=discopop",
+    )
     simpo_gamma: float = setting(
-        0.5, "γ of ``simpo``, margin of the chosen answer in units of reward", least=0,
-        idle=lambda m: "simpo" not in m.losses and "without loss_type=simpo")  # fmt: skip
+        default=0.5,
+        says="γ of ``simpo``, margin of the chosen answer in units of reward",
+        least=0,
+        idle=lambda m: "simpo" not in m.losses and "without loss_type=simpo",
+    )
     rpo_alpha: float | None = setting(
-        None, "weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO, "
-        "arXiv:2404.19733: 1); None: no such term but that of ``sft``, ``cpo`` and ``orpo``", above=0)  # fmt: skip
+        default=None,
+        says="weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO, "
+        "arXiv:2404.19733: 1); None: no such term but that of ``sft``, ``cpo`` and ``orpo``",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         refuse_contradictions(self)
@@ -187,9 +214,14 @@ class DPO(PreferencePolicy):
         return rewards
 
     def loss(
-        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor,
-        chosen_length: Tensor, rejected_length: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        chosen: Tensor,
+        rejected: Tensor,
+        ref_chosen: Tensor,
+        ref_rejected: Tensor,
+        chosen_length: Tensor,
+        rejected_length: Tensor,
+    ) -> Tensor:
         """Returns the mean loss over pairs; related methods override it.
 
         Args:
@@ -203,12 +235,20 @@ class DPO(PreferencePolicy):
         total = chosen.new_zeros(())
         for name, weight in self.losses.items():
             total = total + weight * F.dpo_loss(
-                chosen, rejected, ref_chosen, ref_rejected, self.beta, name,
+                chosen,
+                rejected,
+                ref_chosen,
+                ref_rejected,
+                self.beta,
+                name,
                 self.label_smoothing if name in SMOOTHED else 0.0,
-                chosen_length=chosen_length, rejected_length=rejected_length,
-                f_divergence_type=self.f_divergence_type, f_alpha_divergence_coef=self.f_alpha_divergence_coef,
-                discopop_tau=self.discopop_tau, simpo_gamma=self.simpo_gamma,
-            )  # fmt: skip
+                chosen_length=chosen_length,
+                rejected_length=rejected_length,
+                f_divergence_type=self.f_divergence_type,
+                f_alpha_divergence_coef=self.f_alpha_divergence_coef,
+                discopop_tau=self.discopop_tau,
+                simpo_gamma=self.simpo_gamma,
+            )
         return total
 
 
@@ -217,17 +257,25 @@ def refuse_contradictions(module: Any) -> None:
     hp: Any = module.hparams
     names = _names(hp.loss_type)
     if hp.loss_weights is not None and len(hp.loss_weights) != len(names):
-        raise UsageError(f"loss_weights={hp.loss_weights} are {len(hp.loss_weights)} numbers for loss_type="
-                         f"{hp.loss_type!r}; give one for each loss")  # fmt: skip
+        raise UsageError(
+            f"loss_weights={hp.loss_weights} are {len(hp.loss_weights)} numbers for loss_type="
+            f"{hp.loss_type!r}; give one for each loss"
+        )
     if hp.rpo_alpha is not None and "sft" in names:
-        raise UsageError(f"rpo_alpha={hp.rpo_alpha} and sft in loss_type={names} weigh the same term; give the weight "
-                         "in loss_weights")  # fmt: skip
+        raise UsageError(
+            f"rpo_alpha={hp.rpo_alpha} and sft in loss_type={names} weigh the same term; give the weight "
+            "in loss_weights"
+        )
     if "exo_pair" in names and not hp.label_smoothing:
         raise UsageError("label_smoothing=0 leaves loss_type='exo_pair' without a bound; give one, such as 1e-3")
     if hp.f_divergence_type != "reverse_kl" and (others := [n for n in names if n not in {*OF_DIFFERENCES, "sft"}]):
-        raise UsageError(f"f_divergence_type={hp.f_divergence_type!r} is not defined for loss_type={others[0]!r}; take "
-                         f"one of {', '.join(sorted(OF_DIFFERENCES))}")  # fmt: skip
+        raise UsageError(
+            f"f_divergence_type={hp.f_divergence_type!r} is not defined for loss_type={others[0]!r}; take "
+            f"one of {', '.join(sorted(OF_DIFFERENCES))}"
+        )
     free = sorted(REFERENCE_FREE & {*names})
     if free and (len({*names} - {"sft"}) > 1 or hp.ref_model_name_or_path is not None or hp.sync_ref_model):
-        raise UsageError(f"loss_type={hp.loss_type!r}: {free[0]} has no reference policy; give it no other loss, no "
-                         "ref_model_name_or_path and no sync_ref_model")  # fmt: skip
+        raise UsageError(
+            f"loss_type={hp.loss_type!r}: {free[0]} has no reference policy; give it no other loss, no "
+            "ref_model_name_or_path and no sync_ref_model"
+        )

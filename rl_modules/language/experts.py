@@ -18,14 +18,20 @@ def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_adde
     coefficient = getattr(text_config(model.config), "router_aux_loss_coef", None)
     if wants_router_loss(model):
         if not is_added:
-            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT, "
-                             f"GRPO and RLOO add and {algorithm} does not; set it to false there")  # fmt: skip
+            raise UsageError(
+                f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT, "
+                f"GRPO and RLOO add and {algorithm} does not; set it to false there"
+            )
     elif "router_aux_loss_coef" in given and "output_router_logits" not in given:
-        raise UsageError(f"model_config has router_aux_loss_coef={coefficient}, which does nothing without "
-                         "output_router_logits: set that to true for SFT, GRPO or RLOO, which have it")  # fmt: skip
+        raise UsageError(
+            f"model_config has router_aux_loss_coef={coefficient}, which does nothing without "
+            "output_router_logits: set that to true for SFT, GRPO or RLOO, which have it"
+        )
     elif coefficient and not is_added:
-        rank_zero_warn(f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
-                       "mixture of experts without a loss of balance, which SFT, GRPO and RLOO have")  # fmt: skip
+        rank_zero_warn(
+            f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
+            "mixture of experts without a loss of balance, which SFT, GRPO and RLOO have"
+        )
 
 
 @contextmanager
@@ -45,8 +51,10 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: i
     network = transformers_model(model)
     function = getattr(sys.modules[type(network).__module__], "load_balancing_loss_func", None)
     if function is None:
-        raise UsageError(f"output_router_logits=true: {type(network).__name__} has no load balancing loss in "
-                         "transformers; set model_config.output_router_logits=false")  # fmt: skip
+        raise UsageError(
+            f"output_router_logits=true: {type(network).__name__} has no load balancing loss in "
+            "transformers; set model_config.output_router_logits=false"
+        )
     mask = torch.arange(width, device=filled.device) < filled.unsqueeze(1)
     loss = function(logits, network.num_experts, network.num_experts_per_tok, mask)
     return text_config(model.config).router_aux_loss_coef * loss

@@ -48,8 +48,10 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
 
 def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
     if hasattr(model, "merge_and_unload"):
-        raise UsageError(f"adapters can't be merged into sharded weights for {folder}; write a checkpoint, and then "
-                         "`rl export --ckpt_path` in one process")  # fmt: skip
+        raise UsageError(
+            f"adapters can't be merged into sharded weights for {folder}; write a checkpoint, and then "
+            "`rl export --ckpt_path` in one process"
+        )
     writes = torch.distributed.get_rank() == 0
     state = whole(model.state_dict(keep_vars=True), keep=writes)
     if writes:
@@ -83,9 +85,11 @@ def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         (folder / "plain_tokenizer.py").write_text(_CODE, encoding="utf-8")
         if _is_read_alike(tokenizer, folder):
             return
-    rank_zero_warn(f"AutoTokenizer.from_pretrained({str(folder)!r}) splits texts into other tokens than the "
-                   f"{type(tokenizer).__name__} that the model was trained with; load it with "
-                   f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})")  # fmt: skip
+    rank_zero_warn(
+        f"AutoTokenizer.from_pretrained({str(folder)!r}) splits texts into other tokens than the "
+        f"{type(tokenizer).__name__} that the model was trained with; load it with "
+        f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})"
+    )
 
 
 def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
@@ -94,8 +98,10 @@ def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     except (OSError, ValueError, KeyError, ImportError):  # one that needs code of its own
         return True
     ids = [tokenizer(text).input_ids for text in _SAMPLES]
-    return all(theirs(text).input_ids == own and theirs.decode(own) == tokenizer.decode(own)
-               for text, own in zip(_SAMPLES, ids, strict=True))  # fmt: skip
+    return all(
+        theirs(text).input_ids == own and theirs.decode(own) == tokenizer.decode(own)
+        for text, own in zip(_SAMPLES, ids, strict=True)
+    )
 
 
 @contextmanager

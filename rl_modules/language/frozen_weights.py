@@ -38,9 +38,11 @@ def source_path(source: dict[str, str], given: Any) -> str:
     if given[argument] is not None and str(given[argument]) != source["given"]:
         place = str(given[argument])
     if Path(place).is_absolute() and not Path(place).exists():
-        raise UsageError(f"{argument}={place!r} is not there, and the checkpoint holds a digest of its weights only; "
-                         f"give its new place with {argument} (next time save_frozen_weights=true keeps them in the "
-                         "checkpoint)")  # fmt: skip
+        raise UsageError(
+            f"{argument}={place!r} is not there, and the checkpoint holds a digest of its weights only; "
+            f"give its new place with {argument} (next time save_frozen_weights=true keeps them in the "
+            "checkpoint)"
+        )
     return place
 
 

@@ -37,77 +37,126 @@ class GRPO(PolicyWithReference):
     """
 
     beta: float = setting(
-        0.0, "β, weight of the KL to the reference, in units of advantage per nat; 0: no reference",
-        least=0)  # fmt: skip
+        default=0.0,
+        says="β, weight of the KL to the reference, in units of advantage per nat; 0: no reference",
+        least=0,
+    )
     epsilon: float = setting(
-        0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
-        idle=lambda m: checks.without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by "
-                                           "epsilon_high alone"))  # fmt: skip
+        default=0.2,
+        says="ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)",
+        least=0,
+        idle=lambda m: (
+            checks.without_clip(m)
+            or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by epsilon_high alone")
+        ),
+    )
     epsilon_high: float | None = setting(
-        None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
-        "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
-        idle=checks.without_clip)  # fmt: skip
+        default=None,
+        says="ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
+        "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)",
+        least=0,
+        idle=checks.without_clip,
+    )
     delta: float | None = setting(
-        None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
-        "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
+        default=None,
+        says="bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
+        "for ``cispo`` and ``sapo``",
+        above=0,
+    )
     loss_type: str = setting(
-        "dapo", "``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of "
+        default="dapo",
+        says="``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of "
         "the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded "
         "importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio in "
         "place of the clip, reduced as ``grpo``)",
-        one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
+        one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
+    )
     sapo_temperature_pos: float = setting(
-        1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
-        idle=checks.without_sapo)  # fmt: skip
+        default=1.0,
+        says="decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages",
+        above=0,
+        idle=checks.without_sapo,
+    )
     sapo_temperature_neg: float = setting(
-        1.05, "the same for other advantages", above=0, idle=checks.without_sapo)  # fmt: skip
+        default=1.05, says="the same for other advantages", above=0, idle=checks.without_sapo
+    )
     scale_rewards: Any = setting(
-        "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
+        default="group",
+        says="divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
-        kind=bool | str, check=checks.check_scale,
-        idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves")  # fmt: skip
+        kind=bool | str,
+        check=checks.check_scale,
+        idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves",
+    )
     advantage_function: Any = setting(
-        None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
+        default=None,
+        says="function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
-        "Python also the function itself", kind=str | None, argument="advantages",
-        stores=checks.path_of)  # fmt: skip
+        "Python also the function itself",
+        kind=str | None,
+        alias="advantages",
+        stores=checks.path_of,
+    )
     importance_sampling_level: str = setting(
-        "token", "ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
+        default="token",
+        says="ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
         "(``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are these with "
         "``loss_type: grpo``, ``epsilon: 3e-4`` and ``epsilon_high: 4e-4``",
-        one_of=("token", "sequence", "sequence_token"))  # fmt: skip
+        one_of=("token", "sequence", "sequence_token"),
+    )
     kl_estimator: str = setting(
-        "k3", "``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``",
-        one_of=("k1", "k2", "k3"))  # fmt: skip
+        default="k3",
+        says="``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``",
+        one_of=("k1", "k2", "k3"),
+    )
     use_bias_correction_kl: bool = setting(
-        True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
+        default=True, says="multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)"
+    )
     mask_truncated_completions: bool = setting(
-        False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
+        default=False, says="exclude truncated completions from the loss (DAPO's overlong filter)"
+    )
     reward_to_go: bool = setting(
-        False, "of dialogues: advantage of each turn from what it and later turns earn, in place of the dialogue's "
-        "reward; the baseline is that of the group's returns from the same turn on")  # fmt: skip
+        default=False,
+        says="of dialogues: advantage of each turn from what it and later turns earn, in place of the dialogue's "
+        "reward; the baseline is that of the group's returns from the same turn on",
+    )
     turn_gamma: float = setting(
-        1.0, "γ of ``reward_to_go``, per turn; -1: the turns alternate between two players, and what one earns "
-        "the other loses", least=-1, most=1,
-        idle=lambda m: not m.reward_to_go and "without reward_to_go=true; set that")  # fmt: skip
+        default=1.0,
+        says="γ of ``reward_to_go``, per turn; -1: the turns alternate between two players, and what one earns "
+        "the other loses",
+        least=-1,
+        most=1,
+        idle=lambda m: not m.reward_to_go and "without reward_to_go=true; set that",
+    )
     top_entropy_quantile: float = setting(
-        1.0, "share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
+        default=1.0,
+        says="share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
         "all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term and in the number "
-        "of tokens that the loss is divided by. 1: all", above=0, most=1)  # fmt: skip
+        "of tokens that the loss is divided by. 1: all",
+        above=0,
+        most=1,
+    )
     entropy_coef: float = setting(
-        0.0, "weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens' "
-        "distributions, over the tokens of ``top_entropy_quantile``. 0: none", least=0)  # fmt: skip
+        default=0.0,
+        says="weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens' "
+        "distributions, over the tokens of ``top_entropy_quantile``. 0: none",
+        least=0,
+    )
     importance_sampling_correction: str | None = setting(
-        None, "weight of each token if the sampler's probabilities differ from training's, with ρ = π_training / "
+        default=None,
+        says="weight of each token if the sampler's probabilities differ from training's, with ρ = π_training / "
         "π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole completion, clipped "
         "to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or ``none``. Null: ``none`` "
         "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
         "``token_truncate`` if the sampler does not return the tokens that its filters kept",
-        one_of=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))  # fmt: skip
+        one_of=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
     importance_sampling_clip_min: float | None = setting(
-        None, "lower bound on ρ; null: none", least=0, idle=checks.without_correction)  # fmt: skip
+        default=None, says="lower bound on ρ; null: none", least=0, idle=checks.without_correction
+    )
     importance_sampling_clip_max: float | None = setting(
-        3.0, "upper bound on ρ; null: none", least=0, idle=checks.without_correction)  # fmt: skip
+        default=3.0, says="upper bound on ρ; null: none", least=0, idle=checks.without_correction
+    )
     max_completion_length = 512
     learning_rate = 1e-6
 
@@ -294,15 +343,25 @@ class GRPO(PolicyWithReference):
             batch: a minibatch; skipped rows have loss 0 and count in the normalisers.
         """
         loss = F.grpo_loss(
-            log_prob, batch["log_prob"], batch["advantage"], batch["mask"],
-            epsilon=self.epsilon, epsilon_high=self.epsilon_high, delta=self.delta,
-            beta=self.beta, ref_log_prob=batch.get("ref_log_prob"), kl_estimator=self.kl_estimator,
-            use_bias_correction_kl=self.use_bias_correction_kl, loss_type=self.loss_type,
+            log_prob,
+            batch["log_prob"],
+            batch["advantage"],
+            batch["mask"],
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta,
+            beta=self.beta,
+            ref_log_prob=batch.get("ref_log_prob"),
+            kl_estimator=self.kl_estimator,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
-            max_completion_length=self.max_completion_length, num_items_in_batch=batch["step_tokens"],
+            max_completion_length=self.max_completion_length,
+            num_items_in_batch=batch["step_tokens"],
             importance_weight=batch.get("importance_weight"),
-            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
-        )  # fmt: skip
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+        )
         if self.loss_type in ("dapo", "cispo"):
             return loss * batch["n_micro"]
         if self.loss_type == "bnpo":

@@ -23,8 +23,10 @@ def path_of(given: Any) -> str | None:
         return given
     path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
     if not callable(given) or isinstance(given, type) or "<" in path or path.endswith(":"):
-        raise UsageError(f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
-                         "function at the first level of a module, or override score_group in a subclass")  # fmt: skip
+        raise UsageError(
+            f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
+            "function at the first level of a module, or override score_group in a subclass"
+        )
     return path
 
 
@@ -48,8 +50,9 @@ def refuse_contradictions(module: Any) -> None:
     hp: Any = module.hparams
     low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
     if module.loss_type == "cispo" and hp.epsilon_high is None:
-        raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give "
-                         "one, such as 5")  # fmt: skip
+        raise UsageError(
+            "epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give one, such as 5"
+        )
     if low is not None and high is not None and low > high:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
@@ -68,20 +71,26 @@ def check_run(module: Any) -> None:
         raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
     level, loss_type = module.importance_sampling_level, module.loss_type
     if level != "token" and loss_type != "grpo":
-        rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
-                       "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip
+        rank_zero_warn(
+            f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
+            "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4"
+        )
 
 
 def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
     """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones."""
     enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
     if not enough or len(advantage) != len(reward):
-        raise UsageError(f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
-                         f"{width} tokens; return one number per completion [B], or per token [B, L]")  # fmt: skip
+        raise UsageError(
+            f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
+            f"{width} tokens; return one number per completion [B], or per token [B, L]"
+        )
     unscored = reward.isnan() if advantage.ndim == 1 else reward.isnan().unsqueeze(1)
     advantage = torch.where(unscored, 0.0, advantage)
     if not bool(advantage.isfinite().all()):
         row = int((~advantage.isfinite()).view(len(reward), -1).any(1).nonzero()[0])
-        raise UsageError(f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
-                         "reward of NaN is none, which nanmean leaves out where mean does not")  # fmt: skip
+        raise UsageError(
+            f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
+            "reward of NaN is none, which nanmean leaves out where mean does not"
+        )
     return advantage

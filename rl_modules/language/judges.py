@@ -49,9 +49,11 @@ def build_judges(policy: Any, config: Any) -> None:
     if hp.get("sync_ref_model") and policy.reference is not None:
         shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (policy.model, policy.reference)]
         if shapes[0] != shapes[1]:
-            raise UsageError(f"sync_ref_model=true mixes weights, but ref_model_name_or_path="
-                             f"{hp.ref_model_name_or_path!r} has others than the policy; give a reference of the same "
-                             "architecture")  # fmt: skip
+            raise UsageError(
+                f"sync_ref_model=true mixes weights, but ref_model_name_or_path="
+                f"{hp.ref_model_name_or_path!r} has others than the policy; give a reference of the same "
+                "architecture"
+            )
 
 
 def frozen(model: Any) -> Any:
@@ -69,9 +71,11 @@ def _build_described_reference(policy: Any, config: Any) -> None:
         policy.reference = _described(policy, "reference_config", "causal", policy.tokenizer)
         if policy.wants_reference and policy.reference is None and hp.lora is None:
             as_it_was = "reference_free=true" if "reference_free" in hp else "beta=0"
-            raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; give "
-                             f"{as_it_was}, or begin a new run from an export of it, whose weights are then the "
-                             "reference")  # fmt: skip
+            raise UsageError(
+                f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; give "
+                f"{as_it_was}, or begin a new run from an export of it, whose weights are then the "
+                "reference"
+            )
 
 
 def _described(policy: Any, which: str, head: str, tokenizer: Any) -> Any:
@@ -153,9 +157,11 @@ def require_same_reference(policy: Any, checkpoint: dict[str, Any]) -> None:
     if "reference_config" in description and had_reference != (policy.reference is not None):
         names = [name for name in ("beta", "reference_free", "ref_model_name_or_path") if name in policy.hparams]
         settings = ", ".join(f"{name}={policy.hparams[name]!r}" for name in names)
-        raise UsageError(f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
-                         f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
-                         "had, or begin a new run from an export")  # fmt: skip
+        raise UsageError(
+            f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
+            f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
+            "had, or begin a new run from an export"
+        )
 
 
 # ---------------------------------------------------------------- passes over a generation
@@ -181,8 +187,10 @@ def require_room(name: str, model: Any, tokens: Tensor) -> None:
     """Refuses texts that are longer than the context of the reference or reward model."""
     longest = max_length(model.config)
     if tokens.shape[1] > longest:
-        raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
-                         "lower max_completion_length")  # fmt: skip
+        raise UsageError(
+            f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
+            "lower max_completion_length"
+        )
 
 
 def in_parts(

@@ -32,12 +32,16 @@ class KTO(PreferencePolicy):
 
     beta: float = changed(says="β, risk aversion per nat of log-ratio")
     loss_type: str = setting(
-        "kto", "``kto``, or ``apo_zero_unpaired``, which sets z = 0 (arXiv:2408.06266)",
-        one_of=("kto", "apo_zero_unpaired"))  # fmt: skip
+        default="kto",
+        says="``kto``, or ``apo_zero_unpaired``, which sets z = 0 (arXiv:2408.06266)",
+        one_of=("kto", "apo_zero_unpaired"),
+    )
     desirable_weight: float = setting(
-        1.0, "λ_D, weight of good answers. For unequal classes the paper keeps λ_D n_D / (λ_U n_U) in [1, 4/3]",
-        least=0)  # fmt: skip
-    undesirable_weight: float = setting(1.0, "λ_U, weight of bad answers", least=0)
+        default=1.0,
+        says="λ_D, weight of good answers. For unequal classes the paper keeps λ_D n_D / (λ_U n_U) in [1, 4/3]",
+        least=0,
+    )
+    undesirable_weight: float = setting(default=1.0, says="λ_U, weight of bad answers", least=0)
 
     @property
     def held_out_labels(self) -> set[bool]:
@@ -80,9 +84,7 @@ class KTO(PreferencePolicy):
             kl: the estimate of KL(π || π_ref), scalar.
         """
         point = kl if self.loss_type == "kto" else 0.0
-        return F.kto_loss(
-            log_prob, reference, label, point, self.beta, self.desirable_weight, self.undesirable_weight
-        )  # fmt: skip
+        return F.kto_loss(log_prob, reference, label, point, self.beta, self.desirable_weight, self.undesirable_weight)
 
     @torch.no_grad()
     def rewards(self, log_prob: Tensor, reference: Tensor, label: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:

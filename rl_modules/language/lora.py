@@ -30,26 +30,35 @@ def plain_adapters(name: str, lora: Any) -> dict[str, Any]:
         from peft import LoraConfig
 
         if not isinstance(lora, LoraConfig):
-            raise UsageError(f"lora is a {type(lora).__name__}; give the arguments of peft.LoraConfig as a dict, such "
-                             "as {'r': 16, 'lora_alpha': 32}")  # fmt: skip
+            raise UsageError(
+                f"lora is a {type(lora).__name__}; give the arguments of peft.LoraConfig as a dict, such "
+                "as {'r': 16, 'lora_alpha': 32}"
+            )
         defaults = LoraConfig().to_dict()
         fields = {name: value for name, value in lora.to_dict().items() if value != defaults.get(name)}
-    fields = {key: sorted(value) if isinstance(value, set) else value
-              for key, value in fields.items() if key not in _LABELS}  # fmt: skip
+    fields = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in fields.items() if key not in _LABELS
+    }
     for key, value in fields.items():
         if not is_storable(value):
-            raise UsageError(f"{name}.{key} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
-                             "texts, and lists and dicts of them")  # fmt: skip
+            raise UsageError(
+                f"{name}.{key} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
+                "texts, and lists and dicts of them"
+            )
     return fields
 
 
 def refuse_other_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
     """Refuses a checkpoint with adapters for a module without them, and one without adapters for a module with them."""
     if given is None:
-        raise UsageError(f"lora=None, but the checkpoint's run trained adapters with lora={saved}; give the same lora, "
-                         "which the run's config.yaml has")  # fmt: skip
-    raise UsageError(f"lora={given}, but the checkpoint's run trained all weights, without adapters; leave lora out, "
-                     "or begin a new run from an export")  # fmt: skip
+        raise UsageError(
+            f"lora=None, but the checkpoint's run trained adapters with lora={saved}; give the same lora, "
+            "which the run's config.yaml has"
+        )
+    raise UsageError(
+        f"lora={given}, but the checkpoint's run trained all weights, without adapters; leave lora out, "
+        "or begin a new run from an export"
+    )
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
@@ -64,8 +73,10 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:  # the last two of quantized layers
         raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
     if getattr(config, "target_modules_to_tie", None):
-        raise UsageError("lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
-                         "weight, each with a step of its own; leave it at false, and an export has both")  # fmt: skip
+        raise UsageError(
+            "lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
+            "weight, each with a step of its own; leave it at false, and an export has both"
+        )
     freeze_unread_parts(model)  # which has the adapters now; an image encoder's layers have a language model's names
     return made
 
@@ -76,8 +87,10 @@ def refuse_biases_of_16_bits(lora: dict[str, Any], torch_dtype: str, precision: 
     half = torch_dtype != "float32"
     if bias != "none" and (half or precision in ("bf16-true", "16-true")):
         given = f"torch_dtype={torch_dtype}" if half else f"trainer.precision={precision}"
-        raise UsageError(f"lora.bias={bias!r} trains biases in float32, which the layers of {given} can't add; give "
-                         "torch_dtype=float32 and trainer.precision=bf16-mixed, or lora.bias='none'")  # fmt: skip
+        raise UsageError(
+            f"lora.bias={bias!r} trains biases in float32, which the layers of {given} can't add; give "
+            "torch_dtype=float32 and trainer.precision=bf16-mixed, or lora.bias='none'"
+        )
 
 
 def train_in_float32(module: nn.Module) -> None:
@@ -179,12 +192,19 @@ def check_switched_off(model: Any, lora: dict[str, Any]) -> None:
     remedy = "a reference of its own by ref_model_name_or_path"
     if not begins_unchanged(model):
         value = lora.get("init_lora_weights", True)
-        rank_zero_warn(f"lora.init_lora_weights={value!r} begins with adapters that change the policy, and the "
-                       f"reference is the policy without them: the KL does not begin at 0; leave it at true, or give "
-                       f"{remedy}")  # fmt: skip
-    trained = [name for name, parameter in model.named_parameters()
-               if parameter.requires_grad and not any(part in name for part in _SWITCHED)]  # fmt: skip
+        rank_zero_warn(
+            f"lora.init_lora_weights={value!r} begins with adapters that change the policy, and the "
+            f"reference is the policy without them: the KL does not begin at 0; leave it at true, or give "
+            f"{remedy}"
+        )
+    trained = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not any(part in name for part in _SWITCHED)
+    ]
     if trained:
-        rank_zero_warn(f"lora.bias={lora.get('bias', 'none')!r} trains {len(trained)} weights of the base, such as "
-                       f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
-                       f"adapters, shares: it moves with the policy; set bias=none, or give {remedy}")  # fmt: skip
+        rank_zero_warn(
+            f"lora.bias={lora.get('bias', 'none')!r} trains {len(trained)} weights of the base, such as "
+            f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
+            f"adapters, shares: it moves with the policy; set bias=none, or give {remedy}"
+        )

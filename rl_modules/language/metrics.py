@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_modules.algorithm import Algorithm
 from rl_modules.common.errors import UsageError
 from rl_modules.core.curves import hand_to_callbacks, write_point
+from rl_modules.core.settings import made
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.throughput import Throughput, device_figures
 
@@ -40,7 +41,7 @@ class LanguageMetrics(Algorithm):
     """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
-    logging_steps: int
+    logging_steps: int = made()
     #: The last point of every curve, by displayed name.
     latest_metrics: dict[str, float] = transient({})
     #: The same without speeds, and without the extra point at the end of a run.
@@ -50,9 +51,9 @@ class LanguageMetrics(Algorithm):
     # The optimizer step of the last point.
     _logged_at: int = persistent(0)
     # Names that the module has recorded, and those that reward functions have logged, by displayed name.
-    _own_names: set[str]
-    _logged_names: dict[str, str]
-    _throughput: Throughput
+    _own_names: set[str] = made()
+    _logged_names: dict[str, str] = made()
+    _throughput: Throughput = made()
 
     @property
     def trained_models(self) -> list[Any]:
@@ -74,8 +75,10 @@ class LanguageMetrics(Algorithm):
             UsageError: a value that is not a scalar, or a weight without metrics.
         """
         if list(metrics) == ["weight"]:
-            raise UsageError(f"record(weight={metrics['weight']!r}) has no metric: weight is the minibatch's in the "
-                             "means of others; give a metric of yours another name")  # fmt: skip
+            raise UsageError(
+                f"record(weight={metrics['weight']!r}) has no metric: weight is the minibatch's in the "
+                "means of others; give a metric of yours another name"
+            )
         weight = metrics.pop("weight", weight)
         self._own_names.update(metrics)
         if metrics and not (self._trainer is not None and self._trainer.evaluating):
@@ -93,8 +96,10 @@ class LanguageMetrics(Algorithm):
         """Refuses curves of reward functions, which have ``names`` for them, that are the module's own too."""
         self._logged_names |= names
         for curve in self._logged_names.keys() & set(map(displayed_name, self._own_names)):
-            raise UsageError(f"log_metric({self._logged_names[curve]!r}, …) of a reward function: the run has a curve "
-                             "of this name; choose another")  # fmt: skip
+            raise UsageError(
+                f"log_metric({self._logged_names[curve]!r}, …) of a reward function: the run has a curve "
+                "of this name; choose another"
+            )
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         """Makes an optimizer step, frees the gradients, and hands a due point of the curves to monitoring callbacks."""
@@ -154,8 +159,11 @@ class LanguageMetrics(Algorithm):
     def _answer_monitors(self) -> None:
         """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves."""
         known = self.trainer.callback_metrics
-        unknown = [name for name in monitored(self.trainer) - self.latest_metrics.keys()
-                   if name.startswith("train/") or name not in known]  # fmt: skip
+        unknown = [
+            name
+            for name in monitored(self.trainer) - self.latest_metrics.keys()
+            if name.startswith("train/") or name not in known
+        ]
         if all(name.startswith("eval/") for name in unknown):
             return
         means = self.summarize(self._means_over_ranks())

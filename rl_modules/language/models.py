@@ -115,8 +115,10 @@ def make_model(
 
         raise UsageError(unreadable(str(name or config.model_type), error)) from error
     if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
-        raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take a "
-                         "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
+        raise UsageError(
+            f"a {config.model_type} model has no linear head named score, read at the last token; take a "
+            "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX"
+        )
     freeze_unread_parts(model)
     if found is not None:
         from rl_modules.language.pretrained import require_all_weights
@@ -261,6 +263,8 @@ def without_ignored(config: GenerationConfig) -> GenerationConfig:
     ignored = {name: value for name, value in config.to_diff_dict().items() if f"`{name}`:" in refused}
     if ignored:
         settings = ", ".join(f"{name}={value}" for name, value in ignored.items())
-        rank_zero_warn(f"the model's generation config has {settings}, ignored with do_sample={config.do_sample} and "
-                       f"num_beams={config.num_beams}; exports leave this out")  # fmt: skip
+        rank_zero_warn(
+            f"the model's generation config has {settings}, ignored with do_sample={config.do_sample} and "
+            f"num_beams={config.num_beams}; exports leave this out"
+        )
     return GenerationConfig.from_dict({**config.to_dict(), **dict.fromkeys(ignored)})

@@ -37,8 +37,9 @@ def schedule_of(module: Any, optimizer: torch.optim.Optimizer) -> Any:
     kind, arguments = hp.lr_scheduler_type, hp.lr_scheduler_kwargs or {}
     if steps == float("inf"):
         if kind not in (*_CONSTANT, "inverse_sqrt") and "num_stable_steps" not in arguments:
-            raise UsageError(f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or "
-                             "trainer.max_epochs")  # fmt: skip
+            raise UsageError(
+                f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or trainer.max_epochs"
+            )
         steps = 0
     with warnings.catch_warnings():  # num_stable_steps come before the run's length
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
@@ -46,8 +47,9 @@ def schedule_of(module: Any, optimizer: torch.optim.Optimizer) -> Any:
             return get_scheduler(kind, optimizer, hp.warmup_steps, int(steps), hp.lr_scheduler_kwargs)
         except (TypeError, ValueError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"lr_scheduler_kwargs={arguments} can't be used with lr_scheduler_type={kind!r}: "
-                             f"{reason}") from error  # fmt: skip
+            raise UsageError(
+                f"lr_scheduler_kwargs={arguments} can't be used with lr_scheduler_type={kind!r}: {reason}"
+            ) from error
 
 
 def beside_optimizer(module: Any) -> str | bool:

@@ -24,30 +24,45 @@ class LanguagePolicy(LanguageModule):
     """Base class of modules that generate completions: sampling, and evaluation on held-out prompts."""
 
     sampler_name: str = setting(
-        "native", "engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, "
+        default="native",
+        says="engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, "
         "which receives the weights after every update; ``vllm_server``, servers started by ``rl serve``",
-        argument="sampler", one_of=("native", "vllm", "vllm_server"))  # fmt: skip
+        alias="sampler",
+        one_of=("native", "vllm", "vllm_server"),
+    )
     sampler_options: dict[str, Any] | None = setting(
-        None, "the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``; "
+        default=None,
+        says="the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``; "
         "``addresses``, ``token_file``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of "
-        "``vllm_server``")  # fmt: skip
+        "``vllm_server``",
+    )
     max_rows_in_flight: int | None = setting(
-        None, "maximum number of completions decoded together, which limits memory; others take the places of those "
+        default=None,
+        says="maximum number of completions decoded together, which limits memory; others take the places of those "
         "that end. Null: all, on CUDA as many as fit into free memory",
-        least=1, idle=lambda m: m.sampler_name == "vllm_server" and "with a server; give it to `rl serve`")  # fmt: skip
+        least=1,
+        idle=lambda m: m.sampler_name == "vllm_server" and "with a server; give it to `rl serve`",
+    )
     cache_implementation: str = setting(
-        "auto", "of ``native``: ``dynamic``, a cache that grows with the text; ``graph`` or ``static``, one of fixed "
+        default="auto",
+        says="of ``native``: ``dynamic``, a cache that grows with the text; ``graph`` or ``static``, one of fixed "
         "size, with which steps become CUDA graphs; ``auto``, ``graph`` on CUDA and ``dynamic`` elsewhere",
         one_of=CACHES,
-        idle=lambda m: m.sampler_name != "native" and "with a sampler that has its own cache")  # fmt: skip
-    temperature: float = setting(1.0, "of sampling, and of all log-probabilities", above=0)
-    top_k: int | None = setting(None, "sample from the k likeliest tokens; None: all", least=1)
-    top_p: float | None = setting(None, "sample from the nucleus of this probability; None: all", above=0, most=1)
+        idle=lambda m: m.sampler_name != "native" and "with a sampler that has its own cache",
+    )
+    temperature: float = setting(default=1.0, says="of sampling, and of all log-probabilities", above=0)
+    top_k: int | None = setting(default=None, says="sample from the k likeliest tokens; None: all", least=1)
+    top_p: float | None = setting(
+        default=None, says="sample from the nucleus of this probability; None: all", above=0, most=1
+    )
     min_p: float | None = setting(
-        None, "sample from tokens with this fraction of the likeliest one's probability; None: all", least=0,
-        most=1)  # fmt: skip
-    repetition_penalty: float = setting(1.0, "of sampling; 1: none", above=0)
-    max_completion_length: int = setting(256, "maximum number of tokens per completion", least=1)
+        default=None,
+        says="sample from tokens with this fraction of the likeliest one's probability; None: all",
+        least=0,
+        most=1,
+    )
+    repetition_penalty: float = setting(default=1.0, says="of sampling; 1: none", above=0)
+    max_completion_length: int = setting(default=256, says="maximum number of tokens per completion", least=1)
 
     best_metric = ("eval/pass@1", "max")
     #: Whether the datamodule lets completions be written ahead of training, with older weights (``async_generations``).
@@ -74,9 +89,14 @@ class LanguagePolicy(LanguageModule):
             trainer: Any = self._trainer
             ranks = (0, 1, 0) if trainer is None else (trainer.global_rank, trainer.world_size, trainer.local_rank)
             self._sampler = make_sampler(
-                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, hp.cache_implementation, ranks,
+                hp.sampler,
+                hp.sampler_options or {},
+                hp.max_rows_in_flight,
+                self.model,
+                hp.cache_implementation,
+                ranks,
                 self._sampler_run,
-            )  # fmt: skip
+            )
         return self._sampler
 
     def update_sampler(self) -> None:
@@ -231,8 +251,10 @@ def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[
     extra = batch.get("extra", [])
     names = dict.fromkeys(name for row in extra for name in row)
     if (taken := next((name for name in names if name in columns), None)) is not None:
-        raise UsageError(f"log_extra({taken!r}, …) of a reward function: the table of completions has a column of this "
-                         "name; choose another")  # fmt: skip
+        raise UsageError(
+            f"log_extra({taken!r}, …) of a reward function: the table of completions has a column of this "
+            "name; choose another"
+        )
     return {**columns, **{name: [row.get(name) for row in extra] for name in names}}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, real_number
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import plain_config
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
@@ -50,30 +50,42 @@ class PolicyWithReference(LanguagePolicy):
     """
 
     #: Mean score of demonstrations, which is subtracted from rewards.
-    reward_offset: Tensor
+    reward_offset: Tensor = made()
     #: The argument that names the reference's directory.
     reference_argument = "ref_model_name_or_path"
     #: Rows per forward pass without gradient.
-    forward_rows: int
+    forward_rows: int = made()
     reward_weights: list[float] | None = setting(
-        None, "one per reward function, the reward model's last; None: all 1", check=check_reward_weights)  # fmt: skip
+        default=None, says="one per reward function, the reward model's last; None: all 1", check=check_reward_weights
+    )
     reward_model_name_or_path: str | None = setting(
-        None, "exported directory or checkpoint of a RewardModel, whose score is an additional reward; with another "
-        "tokenizer, the texts are tokenized again")  # fmt: skip
+        default=None,
+        says="exported directory or checkpoint of a RewardModel, whose score is an additional reward; with another "
+        "tokenizer, the texts are tokenized again",
+    )
     ref_model_name_or_path: str | None = setting(
-        None, "the reference; None: the policy at its start (under LoRA: the adapters switched off)",
-        idle=without_reference)  # fmt: skip
+        default=None,
+        says="the reference; None: the policy at its start (under LoRA: the adapters switched off)",
+        idle=without_reference,
+    )
     sync_ref_model: bool = setting(
-        False, "update the reference towards the policy (TR-DPO, arXiv:2404.09656)", idle=without_reference
+        default=False, says="update the reference towards the policy (TR-DPO, arXiv:2404.09656)", idle=without_reference
     )
     ref_model_mixup_alpha: float = setting(
-        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
-    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
+        default=0.6, says="α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync
+    )
+    ref_model_sync_steps: int = setting(
+        default=512, says="optimizer steps between two such updates", least=1, idle=without_sync
+    )
     local_rollout_forward_batch_size: int = setting(
-        64, "rows per forward pass without gradient; changes memory, not results", least=1,
-        attribute="forward_rows")  # fmt: skip
+        default=64,
+        says="rows per forward pass without gradient; changes memory, not results",
+        least=1,
+        attribute="forward_rows",
+    )
     completions_steps: int = setting(
-        100, "optimizer steps between two tables of completions in the loggers; 0: none", least=0)  # fmt: skip
+        default=100, says="optimizer steps between two tables of completions in the loggers; 0: none", least=0
+    )
     # The step of the last update of the reference.
     _synced_at: int = persistent(0)
     # The step from which on the next table of completions is due.
@@ -85,8 +97,10 @@ class PolicyWithReference(LanguagePolicy):
         super().__post_init__()
         hp: Any = self.hparams
         if self.sync_ref_model and hp.lora is not None and hp.ref_model_name_or_path is None:
-            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
-                             "adapters; set one of them only")  # fmt: skip
+            raise UsageError(
+                "sync_ref_model=true can't move the reference under lora, which is the model without its "
+                "adapters; set one of them only"
+            )
         self.reference: Any = None
         self.reward_model: Any = None
         #: The reward model's tokenizer if it encodes texts differently from the policy's, so that they are encoded
@@ -202,8 +216,10 @@ class PolicyWithReference(LanguagePolicy):
             )
         names, weights = rollout["reward_names"], self.reward_weights
         if weights is not None and len(weights) != len(names):
-            raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
-                             f"{', '.join(names)}; give one for each")  # fmt: skip
+            raise UsageError(
+                f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
+                f"{', '.join(names)}; give one for each"
+            )
         return F.combine_rewards(rollout["rewards"], weights)
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:

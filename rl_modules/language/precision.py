@@ -47,8 +47,10 @@ def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
     """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin, before weights are converted."""
     plugin: Any = trainer.precision_plugin
     if plugin.precision == "16-true" and trainer.state.fn == "fit":
-        raise UsageError("trainer.precision=16-true trains without a scale of the loss, so that small gradients become "
-                         "0; take bf16-true with lora, bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
+        raise UsageError(
+            "trainer.precision=16-true trains without a scale of the loss, so that small gradients become "
+            "0; take bf16-true with lora, bf16-mixed, or on a GPU 16-mixed"
+        )
     ours = FrozenHalfPrecision(plugin.precision)
     ours.device_type, ours.trains_adapters = trainer.strategy.root_device.type, trains_adapters
     trainer.strategy.precision_plugin = ours

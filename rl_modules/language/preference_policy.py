@@ -21,9 +21,12 @@ class PreferencePolicy(PolicyWithReference):
     hold: later passes over the data, and resumed runs, read the table.
     """
 
-    beta: float = setting(0.1, "β, units of implicit reward per nat of log-ratio to the reference", above=0)
+    beta: float = setting(
+        default=0.1, says="β, units of implicit reward per nat of log-ratio to the reference", above=0
+    )
     reference_free: bool = setting(
-        False, "compare with a uniform reference, whose log-ratio is log π itself; no reference is kept")  # fmt: skip
+        default=False, says="compare with a uniform reference, whose log-ratio is log π itself; no reference is kept"
+    )
     learning_rate = 1e-6
     max_completion_length: int = changed(says="maximum number of tokens per completion of held-out prompts")
     temperature, top_k, top_p = fixed(1.0), fixed(None), fixed(None)
@@ -81,8 +84,10 @@ class PreferencePolicy(PolicyWithReference):
             UsageError: a prompt is empty.
         """
         if len(pairs) and not bool(pairs.lengths[:, 0].all()):
-            raise UsageError(f"{name}: a prompt is empty; the first token of an answer needs something that predicts "
-                             "it, such as the tokenizer's BOS token")  # fmt: skip
+            raise UsageError(
+                f"{name}: a prompt is empty; the first token of an answer needs something that predicts "
+                "it, such as the tokenizer's BOS token"
+            )
 
     # ---------------------------------------------------------------- log-probabilities
 

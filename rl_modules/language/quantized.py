@@ -29,13 +29,17 @@ def plain_quantization(name: str, given: Any) -> dict[str, Any] | None:
     except TypeError:
         fields = None
     if not isinstance(fields, dict):
-        raise UsageError(f"{name} is a {type(given).__name__}; give the arguments of BitsAndBytesConfig or "
-                         "TorchAoConfig as a dict, such as {'load_in_4bit': True}")  # fmt: skip
+        raise UsageError(
+            f"{name} is a {type(given).__name__}; give the arguments of BitsAndBytesConfig or "
+            "TorchAoConfig as a dict, such as {'load_in_4bit': True}"
+        )
     if "quant_method" not in fields and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         fields["quant_method"] = "bitsandbytes"
     if fields.get("quant_method") not in _TRAINABLE:
-        raise UsageError(f"{name}={fields} must set load_in_4bit or load_in_8bit of bitsandbytes, or "
-                         "quant_method=torchao with a quant_type such as Int8WeightOnlyConfig")  # fmt: skip
+        raise UsageError(
+            f"{name}={fields} must set load_in_4bit or load_in_8bit of bitsandbytes, or "
+            "quant_method=torchao with a quant_type such as Int8WeightOnlyConfig"
+        )
     return fields
 
 
@@ -57,17 +61,24 @@ def quantization(config: PretrainedConfig, source: Any, given: Any, lora: Any) -
     method = str(getattr(found, "value", found)).lower()
     if given is None and (not method or method in _READ_AS_PLAIN):
         return {}
-    what = (f"model_name_or_path={source!r} has weights quantized by {method}" if method else
-            f"quantization_config={given}")  # fmt: skip
+    what = (
+        f"model_name_or_path={source!r} has weights quantized by {method}" if method else f"quantization_config={given}"
+    )
     if lora is None:
-        raise UsageError(f"{what}: quantized weights can't be trained, and adapters on them can; give lora, such as "
-                         "lora={'r': 16, 'lora_alpha': 32}, or the model before quantization")  # fmt: skip
+        raise UsageError(
+            f"{what}: quantized weights can't be trained, and adapters on them can; give lora, such as "
+            "lora={'r': 16, 'lora_alpha': 32}, or the model before quantization"
+        )
     if method and (given is not None or method not in _TRAINABLE):
-        raise UsageError(f"{what}, which takes no quantization_config and no adapters unless by "
-                         f"{' or '.join(_TRAINABLE)}; give the model before quantization")  # fmt: skip
+        raise UsageError(
+            f"{what}, which takes no quantization_config and no adapters unless by "
+            f"{' or '.join(_TRAINABLE)}; give the model before quantization"
+        )
     if not isinstance(source, str):
-        raise UsageError(f"{what} quantizes weights that are read from files; give a directory or hub name as "
-                         "model_name_or_path, such as one that save_pretrained wrote")  # fmt: skip
+        raise UsageError(
+            f"{what} quantizes weights that are read from files; give a directory or hub name as "
+            "model_name_or_path, such as one that save_pretrained wrote"
+        )
     package = method or (given or {})["quant_method"]
     if find_spec(package) is None:
         raise UsageError(f"{what} needs a package that is not installed: pip install 'lightning-rl-recipes[quantized]'")
@@ -94,8 +105,10 @@ def require_left_out(saved: bool, sharded: bool) -> None:
     """Refuses settings under which a run could not be stored: a checkpoint has the path of quantized weights only."""
     for is_set, setting in ((saved, "save_frozen_weights=true"), (sharded, "a strategy that splits weights")):
         if is_set:
-            raise UsageError(f"quantized weights can't be used with {setting}: a checkpoint holds the adapters and the "
-                             "path of the base; leave that out")  # fmt: skip
+            raise UsageError(
+                f"quantized weights can't be used with {setting}: a checkpoint holds the adapters and the "
+                "path of the base; leave that out"
+            )
 
 
 def require_trainable(model: Any, lora: dict[str, Any]) -> None:
@@ -105,11 +118,15 @@ def require_trainable(model: Any, lora: dict[str, Any]) -> None:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     if not model.hf_quantizer.is_trainable:
-        raise UsageError(f"quantization_config={model.config.quantization_config.to_dict()} has no gradient for "
-                         "adapters; take load_in_4bit or load_in_8bit of bitsandbytes")  # fmt: skip
+        raise UsageError(
+            f"quantization_config={model.config.quantization_config.to_dict()} has no gradient for "
+            "adapters; take load_in_4bit or load_in_8bit of bitsandbytes"
+        )
     if not begins_unchanged(model):
-        raise UsageError(f"lora.init_lora_weights={lora.get('init_lora_weights')!r} moves a part of the weights into "
-                         "the adapters, which a quantized base can't give; leave it at true")  # fmt: skip
+        raise UsageError(
+            f"lora.init_lora_weights={lora.get('init_lora_weights')!r} moves a part of the weights into "
+            "the adapters, which a quantized base can't give; leave it at true"
+        )
 
 
 def with_plain_weights(model: Any) -> Any:
@@ -125,9 +142,10 @@ def with_plain_weights(model: Any) -> Any:
     else:
         network = network.dequantize()
     network._weight_conversions = [  # those of files with quantized weights can't be reversed
-        conversion for conversion in network._weight_conversions or []
+        conversion
+        for conversion in network._weight_conversions or []
         if not any("integrations" in type(step).__module__ for step in getattr(conversion, "operations", ()))
-    ]  # fmt: skip
+    ]
     plain = get_peft_model(network, copy.deepcopy(model.peft_config["default"]))
     set_peft_model_state_dict(plain, get_peft_model_state_dict(model))
     return plain

@@ -37,8 +37,10 @@ def encode_again(
 ) -> tuple[Tensor, Tensor]:
     """Encodes prompts and completions as tokens of another model."""
     if tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in asked):
-        raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
-                         "template; give a reward model with one, or set chat_template=false")  # fmt: skip
+        raise UsageError(
+            "the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
+            "template; give a reward model with one, or set chat_template=false"
+        )
     # Imported here, because the modules can be used without the datamodules.
     from datamodules.language.encoding import encoder_of
 
@@ -56,8 +58,10 @@ def encode_again(
 
     tokens, length = right_padded([encoded(*row) for row in zip(asked, texts, finished, strict=True)])
     if int(length.max()) > longest:
-        raise UsageError(f"a prompt and its completion have {int(length.max())} of the reward model's tokens, it takes "
-                         f"{longest}; lower max_completion_length")  # fmt: skip
+        raise UsageError(
+            f"a prompt and its completion have {int(length.max())} of the reward model's tokens, it takes "
+            f"{longest}; lower max_completion_length"
+        )
     return tokens, length
 
 

@@ -51,9 +51,11 @@ class RewardModel(LanguageModule):
 
     model_name_or_path: Any = changed(
         says="directory or hub name: of a causal model, such as an exported SFT model, which gets a new head, or of a "
-        "reward model to train further; None: a randomly initialised model")  # fmt: skip
+        "reward model to train further; None: a randomly initialised model"
+    )
     center_rewards_coefficient: float = setting(
-        0.0, "c, weight of the term that keeps scores near 0 in training; TRL suggests 0.01", least=0)  # fmt: skip
+        default=0.0, says="c, weight of the term that keeps scores near 0 in training; TRL suggests 0.01", least=0
+    )
 
     #: Mean raw score of demonstrations; until :meth:`normalize` measures it that of the model trained further.
     reward_offset: float = persistent(lambda m: float(getattr(getattr(m.model, "config", None), "reward_offset", 0.0)))
@@ -66,9 +68,16 @@ class RewardModel(LanguageModule):
         hp: Any = self.hparams
         trained = source is not None and is_reward_model(config)
         self.model = make_model(
-            config, source, "score", hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing, hp.lora,
-            hp.quantization_config, None if trained else lambda model: initialize_head(model.score),
-        )  # fmt: skip
+            config,
+            source,
+            "score",
+            hp.torch_dtype,
+            hp.attn_implementation,
+            hp.gradient_checkpointing,
+            hp.lora,
+            hp.quantization_config,
+            None if trained else lambda model: initialize_head(model.score),
+        )
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     # ---------------------------------------------------------------- training
@@ -79,9 +88,14 @@ class RewardModel(LanguageModule):
         with torch.no_grad():
             lead, rewards = chosen - rejected, torch.cat([chosen, rejected])
             self.record(
-                len(lead), loss=loss, accuracy=(lead > 0).float().mean(), margin=lead.mean(),
-                min_reward=rewards.min(), mean_reward=rewards.mean(), max_reward=rewards.max(),
-            )  # fmt: skip
+                len(lead),
+                loss=loss,
+                accuracy=(lead > 0).float().mean(),
+                margin=lead.mean(),
+                min_reward=rewards.min(),
+                mean_reward=rewards.mean(),
+                max_reward=rewards.max(),
+            )
         self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
         return loss * (len(lead) * batch["n_micro"] / batch["step_pairs"])
@@ -266,8 +280,10 @@ def load_reward_model(
         config = make_config(path, None, own, dropout=False)
         if not is_reward_model(config):
             kind = ", ".join(config.architectures or ["model without a named architecture"])
-            raise UsageError(f"{path!r} holds a {kind}, which has no reward head; give what `rl export` wrote of a "
-                             "RewardModel, or its .ckpt file")  # fmt: skip
+            raise UsageError(
+                f"{path!r} holds a {kind}, which has no reward head; give what `rl export` wrote of a "
+                "RewardModel, or its .ckpt file"
+            )
         model = make_model(config, path, "score", torch_dtype, attn_implementation)
         found = FrozenReward(model, float(getattr(config, "reward_offset", 0.0)), own)
     if attn_implementation is not None:
@@ -283,8 +299,10 @@ def is_reward_model(config: Any) -> bool:
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return False
     if config.num_labels != 1:
-        raise UsageError(f"the model is a classifier with {config.num_labels} labels, where a reward model has 1; give "
-                         "a causal model, or a reward model")  # fmt: skip
+        raise UsageError(
+            f"the model is a classifier with {config.num_labels} labels, where a reward model has 1; give "
+            "a causal model, or a reward model"
+        )
     return True
 
 
@@ -297,9 +315,11 @@ def padding_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
     template = str(tokenizer.chat_template)
     free = [mark for mark in marks if mark not in taken and mark not in template]
     if not free:
-        rank_zero_warn(f"the tokenizer pads with its EOS token {tokenizer.eos_token!r} and has no other special token: "
-                       "AutoModelForSequenceClassification and TRL read scores before the EOS token, not at it; set "
-                       "pad_token in tokenizer_config.json")  # fmt: skip
+        rank_zero_warn(
+            f"the tokenizer pads with its EOS token {tokenizer.eos_token!r} and has no other special token: "
+            "AutoModelForSequenceClassification and TRL read scores before the EOS token, not at it; set "
+            "pad_token in tokenizer_config.json"
+        )
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     # The token named for padding, else the one for unknown characters, else any that the template does not use.
@@ -318,6 +338,8 @@ def _from_checkpoint(path: str) -> RewardModel:
     algorithm = read_checkpoint(path, None, ("algorithm",))["algorithm"]
     if algorithm != RewardModel.__name__:
         kind = algorithm or "no language algorithm"
-        raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
-                         "by `rl export` with --model, and give the directory")  # fmt: skip
+        raise UsageError(
+            f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
+            "by `rl export` with --model, and give the directory"
+        )
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)

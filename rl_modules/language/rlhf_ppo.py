@@ -49,41 +49,65 @@ class RLHFPPO(PolicyWithReference):
     """
 
     value_head_on_policy: bool = setting(
-        False, "V is a linear head on the policy's last hidden states (0 at first) instead of a separate model: half "
-        "the memory, but both losses train the same weights")  # fmt: skip
+        default=False,
+        says="V is a linear head on the policy's last hidden states (0 at first) instead of a separate model: half "
+        "the memory, but both losses train the same weights",
+    )
     initial_beta: float = setting(
-        0.05, "β, weight of the KL to the reference, in units of score per nat. At 0 a reference is loaded, and the KL "
-        "measured, only with ``ref_model_name_or_path``", least=0, argument="beta")  # fmt: skip
+        default=0.05,
+        says="β, weight of the KL to the reference, in units of score per nat. At 0 a reference is loaded, and the KL "
+        "measured, only with ``ref_model_name_or_path``",
+        least=0,
+        alias="beta",
+    )
     target_kl: float | None = setting(
-        None, "target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant", above=0,
-        idle=lambda m: m.initial_beta == 0 and "with beta=0, which stays 0; set that above 0")  # fmt: skip
+        default=None,
+        says="target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant",
+        above=0,
+        idle=lambda m: m.initial_beta == 0 and "with beta=0, which stays 0; set that above 0",
+    )
     kl_gain: float = setting(
-        0.1, "gain of the controller; the largest relative change of β per generation is a fifth of it", least=0,
-        below=5, idle=lambda m: m.target_kl is None and "without target_kl; set that")  # fmt: skip
+        default=0.1,
+        says="gain of the controller; the largest relative change of β per generation is a fifth of it",
+        least=0,
+        below=5,
+        idle=lambda m: m.target_kl is None and "without target_kl; set that",
+    )
     kl_estimator: str = setting(
-        "k1", "``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum)",
-        one_of=("k1", "k3"))  # fmt: skip
-    gamma: float = setting(1.0, "discount γ per token", least=0, most=1)
-    lam: float = setting(0.95, "λ of generalized advantage estimation", least=0, most=1)
-    cliprange: float = setting(0.2, "ε of the policy's ratio", least=0)
-    cliprange_value: float | None = setting(0.2, "ε of the value, in units of score; None: no clipping", least=0)
-    vf_coef: float = setting(0.1, "weight of the value loss", least=0)
+        default="k1",
+        says="``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum)",
+        one_of=("k1", "k3"),
+    )
+    gamma: float = setting(default=1.0, says="discount γ per token", least=0, most=1)
+    lam: float = setting(default=0.95, says="λ of generalized advantage estimation", least=0, most=1)
+    cliprange: float = setting(default=0.2, says="ε of the policy's ratio", least=0)
+    cliprange_value: float | None = setting(
+        default=0.2, says="ε of the value, in units of score; None: no clipping", least=0
+    )
+    vf_coef: float = setting(default=0.1, says="weight of the value loss", least=0)
     whiten_advantages: bool = setting(
-        True, "scale and shift advantages over a generation's tokens to variance 1 and mean 0")  # fmt: skip
-    whiten_rewards: bool = setting(False, "scale the tokens' rewards to variance 1 and keep their mean")
+        default=True, says="scale and shift advantages over a generation's tokens to variance 1 and mean 0"
+    )
+    whiten_rewards: bool = setting(default=False, says="scale the tokens' rewards to variance 1 and keep their mean")
     missing_eos_penalty: float | None = setting(
-        None, "subtracted from the score of completions without EOS, in units of score; None: 0", least=0)  # fmt: skip
+        default=None, says="subtracted from the score of completions without EOS, in units of score; None: 0", least=0
+    )
     ptx_coef: float = setting(
-        0.0, "weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the "
-        "datamodule's ``ptx_batch_size``", least=0)  # fmt: skip
+        default=0.0,
+        says="weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the "
+        "datamodule's ``ptx_batch_size``",
+        least=0,
+    )
     model_name_or_path: Any = changed(says="the policy to start from, as supervised fine-tuning exports it")
     reward_model_name_or_path: str | None = changed(
         says="exported directory or checkpoint of a RewardModel; with another tokenizer than the policy's only under "
         "``value_head_on_policy``, because the value model starts from it. None: only the datamodule's reward "
-        "functions")  # fmt: skip
+        "functions"
+    )
     reward_weights: list[float] | None = changed(
         says="one per reward function, the reward model's last. None: with a reward model, its score only (reward "
-        "functions are logged); without one, all 1")  # fmt: skip
+        "functions are logged); without one, all 1"
+    )
     sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps = fixed(False), fixed(), fixed()
     learning_rate: float = changed(default=3e-6, says="peak step size, of the value model too")
 
@@ -117,9 +141,12 @@ class RLHFPPO(PolicyWithReference):
             self.value_head = HeadOnPolicy(self.model.get_output_embeddings().weight.shape[1])
         else:
             if self.reward_tokenizer is not None:
-                check_same_tokens(f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
-                                  "model starts (value_head_on_policy=true has none),", self.reward_tokenizer,
-                                  self.tokenizer)  # fmt: skip
+                check_same_tokens(
+                    f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
+                    "model starts (value_head_on_policy=true has none),",
+                    self.reward_tokenizer,
+                    self.tokenizer,
+                )
             start = value_model_from_policy if self.reward_model is None else value_model_from
             source = self.model if self.reward_model is None else self.reward_model
             self.value_model = start(source, hp.gradient_checkpointing, self.lora)
@@ -197,9 +224,14 @@ class RLHFPPO(PolicyWithReference):
         )
 
     def policy_and_value(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
-        extent: Extent | None = None, filtered: Filter | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+        self,
+        tokens: Tensor,
+        prompt_length: Tensor,
+        length: Tensor,
+        entropy: bool = False,
+        extent: Extent | None = None,
+        filtered: Filter | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
         """Returns log π and V of the completions' tokens and, with ``entropy``, the entropies, [b, L] each."""
         text = (tokens, prompt_length, length)
         extent = extent_of(prompt_length, length) if extent is None else extent
@@ -223,9 +255,11 @@ class RLHFPPO(PolicyWithReference):
         share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
         if self.value_head is None and type(self).policy_and_value is RLHFPPO.policy_and_value:
             weighted_value_loss, value_loss, value = loss_of(
-                self, lambda: self.values(*text, extent), lambda value: self.value_loss(value, batch),
+                self,
+                lambda: self.values(*text, extent),
+                lambda value: self.value_loss(value, batch),
                 share * self.vf_coef,
-            )  # fmt: skip
+            )
             log_prob, _ = completion_log_probs(self.model, *text, self.temperature, False, extent, filtered)
         else:
             log_prob, value, _ = self.policy_and_value(*text, extent=extent, filtered=filtered)
@@ -256,11 +290,14 @@ class RLHFPPO(PolicyWithReference):
             UsageError: ptx_coef without demonstrations, or demonstrations without ptx_coef.
         """
         if "ptx_tokens" not in batch:
-            raise UsageError(f"ptx_coef={self.ptx_coef} needs demonstrations in every step; give the datamodule a "
-                             "ptx_batch_size above 0")  # fmt: skip
+            raise UsageError(
+                f"ptx_coef={self.ptx_coef} needs demonstrations in every step; give the datamodule a "
+                "ptx_batch_size above 0"
+            )
         if not self.ptx_coef:
-            raise UsageError("ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or "
-                             "neither")  # fmt: skip
+            raise UsageError(
+                "ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or neither"
+            )
         tokens, counted = batch["ptx_tokens"], batch["ptx_counted"]
         found = log_probs_at(self.model, counted - 1, tokens.flatten()[counted], equal_weights=True, input_ids=tokens)
         loss = -found.log_prob.sum() / batch["ptx_step_tokens"] * batch["n_micro"]
@@ -348,8 +385,9 @@ class RLHFPPO(PolicyWithReference):
             self.write_completions(rollout, score=earned.masked_fill(~scored, torch.nan), kl=summed[0])
 
     @torch.no_grad()
-    def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
-                         batch: dict[str, Any]) -> None:  # fmt: skip
+    def record_minibatch(
+        self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor, batch: dict[str, Any]
+    ) -> None:
         """Records losses, ratios, and the fractions of clipped ratios and values."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)

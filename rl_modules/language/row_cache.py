@@ -109,10 +109,11 @@ class RowCache(Cache):
         for number, layer in enumerate(self._rows):
             states = [row.states[number] for row in parked]
             keys, values = (
-                torch.stack([pad(state[i], (0, 0, width - row.width, 0))
-                             for state, row in zip(states, parked, strict=True)])
+                torch.stack(
+                    [pad(state[i], (0, 0, width - row.width, 0)) for state, row in zip(states, parked, strict=True)]
+                )
                 for i in (0, 1)
-            )  # fmt: skip
+            )
             layer.append((keys, values), index, room)
         self._place([*self._first, *[self._clock - row.width for row in parked]])
 

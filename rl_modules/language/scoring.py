@@ -76,9 +76,14 @@ def completion_log_probs(
 
 
 def _counted_log_probs(
-    model: Any, tokens: Tensor, prompt_length: Tensor, counts: Tensor, temperature: float, entropy: bool,
+    model: Any,
+    tokens: Tensor,
+    prompt_length: Tensor,
+    counts: Tensor,
+    temperature: float,
+    entropy: bool,
     filtered: Filter | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Computes the same from the counted tokens' places only, [b, L], to save work and memory in the output layer."""
     row, column = counts.nonzero(as_tuple=True)
     at = prompt_length[row] + column
@@ -86,10 +91,8 @@ def _counted_log_probs(
     process = None if filtered is None else filtered.at(tokens, prompt_length, row, column)
     found = log_probs_at(
         model, row * inputs.shape[1] + at - 1, tokens[row, at], temperature, entropy, process=process, input_ids=inputs
-    )  # fmt: skip
-    aligned = [
-        None if x is None else placed(x[0], row * counts.shape[1] + column, counts.shape) for x in found[:2]
-    ]  # fmt: skip
+    )
+    aligned = [None if x is None else placed(x[0], row * counts.shape[1] + column, counts.shape) for x in found[:2]]
     assert aligned[0] is not None
     return aligned[0], aligned[1]
 
@@ -159,9 +162,17 @@ def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[
 
 
 def log_probs_at(
-    model: Any, place: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
-    source: Tensor | None = None, equal_weights: bool = False, process: Process | None = None, **inputs: Any,
-) -> TokenStatistics:  # fmt: skip
+    model: Any,
+    place: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
+    source: Tensor | None = None,
+    equal_weights: bool = False,
+    process: Process | None = None,
+    **inputs: Any,
+) -> TokenStatistics:
     """Computes log π of m tokens, ``target``, that are predicted at n places; by tiles if their logits would be large.
 
     ``source`` [m] is the place that predicts each token (None: its own), ``process`` changes logits as sampling did.
@@ -179,9 +190,13 @@ def log_probs_at(
 
 
 def statistics(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False,
+    logits: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
     log_probs: Callable[[Tensor, Tensor, float], Tensor] = F.token_log_probs,
-) -> TokenStatistics:  # fmt: skip
+) -> TokenStatistics:
     """Computes statistics of the tokens ``target`` [1, m] from their logits [1, m, V]; ``log_probs`` is called last."""
     spread = F.token_entropy(logits, temperature) if entropy else None
     is_likeliest = logits.detach().argmax(-1) == target if accuracy else None

@@ -67,11 +67,15 @@ class ShardedStrategy(ModelParallelStrategy):
 def adopt(strategy: Any) -> None:
     """Turns Lightning's strategy, made before the module was known, into :class:`ShardedStrategy`."""
     if isinstance(strategy, FSDPStrategy):
-        raise UsageError("trainer.strategy=fsdp is the older way of sharding, which knows whole models only; take "
-                         "ModelParallelStrategy")  # fmt: skip
+        raise UsageError(
+            "trainer.strategy=fsdp is the older way of sharding, which knows whole models only; take "
+            "ModelParallelStrategy"
+        )
     if strategy.precision_plugin.precision == "16-mixed":
-        raise UsageError("trainer.precision=16-mixed scales the loss by what one rank sees of a gradient; where "
-                         "weights are sharded take bf16-mixed")  # fmt: skip
+        raise UsageError(
+            "trainer.precision=16-mixed scales the loss by what one rank sees of a gradient; where "
+            "weights are sharded take bf16-mixed"
+        )
     strategy.__class__ = ShardedStrategy
 
 

@@ -82,9 +82,16 @@ class Throughput:
 
 #: Peak speeds of dense matrix products in bfloat16 by their makers, in operations per second, by part of the name.
 PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-    "RTX 4090": 165e12, "L4": 121e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "L4": 121e12,
+}
 
 
 def device_figures(model: Any, trainer: Any, rates: dict[str, float]) -> dict[str, float]:

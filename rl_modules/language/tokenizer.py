@@ -22,9 +22,12 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     # own way of splitting, under which spaces and line feeds would be left out.
     tokenizer.add_tokens([AddedToken(space, normalized=False) for space in " \n"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:

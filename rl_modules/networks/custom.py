@@ -33,9 +33,11 @@ def plain_path(name: str, given: Custom) -> dict[str, Any]:
         target, arguments = given.func, dict(given.keywords)
     path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
     if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
-        raise UsageError(f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
-                         "class or function at the first level of a module, or functools.partial of one with keyword "
-                         "arguments")  # fmt: skip
+        raise UsageError(
+            f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
+            "class or function at the first level of a module, or functools.partial of one with keyword "
+            "arguments"
+        )
     return {"class_path": path, "init_args": arguments}
 
 
@@ -103,13 +105,17 @@ class CustomActorCritic(nn.Module):
         self.module = make("network", given, observation_space, action_space)
         out = run_on_zeros("network", self.module, observation_space)
         if critic and not (isinstance(out, tuple) and len(out) == 2 and getattr(out[1], "shape", None) == (2,)):
-            raise UsageError(f"network: {_name(self.module)} returned {shapes_of(out)} for 2 observations; it must "
-                             "return the policy and the value of shape (2,)")  # fmt: skip
+            raise UsageError(
+                f"network: {_name(self.module)} returned {shapes_of(out)} for 2 observations; it must "
+                "return the policy and the value of shape (2,)"
+            )
         policy = out[0] if isinstance(out, tuple) else out
         if isinstance(policy, Tensor) and policy.shape not in self._shapes:
             wanted = " or ".join(map(str, self._shapes))
-            raise UsageError(f"network: {_name(self.module)} returned a policy of shape {tuple(policy.shape)} for 2 "
-                             f"observations; the action space {action_space} needs {wanted}")  # fmt: skip
+            raise UsageError(
+                f"network: {_name(self.module)} returned a policy of shape {tuple(policy.shape)} for 2 "
+                f"observations; the action space {action_space} needs {wanted}"
+            )
 
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
@@ -159,8 +165,9 @@ def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Ten
         with torch.no_grad():
             return module.eval()(*(in_dtype_of(module, x) for x in (zeros, *others)))
     except Exception as error:
-        raise UsageError(f"{name}: {_name(module)} can't read two observations of {space}: "
-                         f"{what_happened(error)}") from error  # fmt: skip
+        raise UsageError(
+            f"{name}: {_name(module)} can't read two observations of {space}: {what_happened(error)}"
+        ) from error
     finally:
         module.train(was_training)
 
@@ -169,8 +176,10 @@ def check_shape(name: str, module: nn.Module, shape: tuple[int, ...], space: spa
     """Raises a UsageError if a module does not return a tensor of ``shape`` for two observations."""
     out = run_on_zeros(name, module, space)
     if not isinstance(out, Tensor) or out.shape != shape:
-        raise UsageError(f"{name}: {_name(module)} returned {shapes_of(out)} for 2 observations; it must return a "
-                         f"tensor of shape {shape}")  # fmt: skip
+        raise UsageError(
+            f"{name}: {_name(module)} returned {shapes_of(out)} for 2 observations; it must return a "
+            f"tensor of shape {shape}"
+        )
 
 
 def shapes_of(out: Any) -> str:
@@ -239,8 +248,10 @@ def custom_policy_and_critics(
     wanted = (2, bounds.width)
     if len(parts) != 1 + gaussian or any(getattr(part, "shape", None) != wanted for part in parts):
         kind = "mean and log standard deviation" if gaussian else "actions"
-        raise UsageError(f"network: {name}.policy returned {shapes_of(out)} for 2 observations; it must return {kind} "
-                         f"of shape {wanted}")  # fmt: skip
+        raise UsageError(
+            f"network: {name}.policy returned {shapes_of(out)} for 2 observations; it must return {kind} "
+            f"of shape {wanted}"
+        )
     policy = CustomGaussianPolicy(module.policy) if gaussian else CustomNetwork(module.policy)
     critics = custom_critics(f"network: {name}.critics", module.critics, observation_space, bounds.width, shape)
     return PolicyAndCritics(policy, critics, bounds)
@@ -253,8 +264,10 @@ def custom_critics(
     action = torch.zeros((2, width), dtype=torch.float32, device="cpu")
     q = run_on_zeros(name.partition(":")[0], module, observation_space, action)
     if getattr(q, "shape", None) != (shape[0], 2, shape[1]):
-        raise UsageError(f"{name} returned {shapes_of(q)} for 2 observations; it must return a tensor "
-                         f"of shape {(shape[0], 2, shape[1])}: n_critics, batch, outputs per value")  # fmt: skip
+        raise UsageError(
+            f"{name} returned {shapes_of(q)} for 2 observations; it must return a tensor "
+            f"of shape {(shape[0], 2, shape[1])}: n_critics, batch, outputs per value"
+        )
     return CustomCritics(module)
 
 
@@ -270,8 +283,9 @@ def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
         made = found(*arguments, **settings)
     except Exception as error:
         spaces_given = " and ".join(str(space) for space in arguments)
-        raise UsageError(f"{name}: {path} can't be made from {spaces_given} with init_args={settings}: "
-                         f"{what_happened(error)}") from error  # fmt: skip
+        raise UsageError(
+            f"{name}: {path} can't be made from {spaces_given} with init_args={settings}: {what_happened(error)}"
+        ) from error
     if not isinstance(made, nn.Module):
         raise UsageError(f"{name}: {path} made {type(made).__name__}; it must make a torch.nn.Module")
     return made
@@ -284,9 +298,11 @@ def require_class(name: str, saved: Any) -> None:
     path = saved["class_path"] if isinstance(saved, dict) else saved
     found = _imported(name, path)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise UsageError(f"the checkpoint names {name}={path}, which is no class of torch.nn.Module, and a checkpoint "
-                         "must not choose which functions are called; if you trust it, give it again: "
-                         f"load_from_checkpoint(…, {name}={path.rpartition('.')[2]})")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint names {name}={path}, which is no class of torch.nn.Module, and a checkpoint "
+            "must not choose which functions are called; if you trust it, give it again: "
+            f"load_from_checkpoint(…, {name}={path.rpartition('.')[2]})"
+        )
 
 
 def _imported(name: str, path: str) -> Callable[..., Any]:

@@ -31,8 +31,10 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 def activation(name: str) -> nn.Module:
     """Returns the activation module called ``name``."""
     if name not in ACTIVATIONS:
-        raise UsageError(f"activation_fn={name!r} is unknown; it must be one of {', '.join(ACTIVATIONS)}"
-                         f"{did_you_mean(name, ACTIVATIONS)}")  # fmt: skip
+        raise UsageError(
+            f"activation_fn={name!r} is unknown; it must be one of {', '.join(ACTIVATIONS)}"
+            f"{did_you_mean(name, ACTIVATIONS)}"
+        )
     return FastTanh() if name == "tanh" and is_fast() else ACTIVATIONS[name]()
 
 
@@ -111,8 +113,9 @@ def tower_widths(
         widths = hidden_widths(space, net_arch)
         return widths, widths
     if set(net_arch) != set(towers):
-        raise UsageError(f"net_arch={net_arch} must be a dictionary with the keys {' and '.join(towers)}, or one list "
-                         "for both")  # fmt: skip
+        raise UsageError(
+            f"net_arch={net_arch} must be a dictionary with the keys {' and '.join(towers)}, or one list for both"
+        )
     first, second = (hidden_widths(space, net_arch[name]) for name in towers)
     return first, second
 

@@ -25,8 +25,10 @@ class NatureCNN(nn.Module):
         self.scale = pixel_scale(space) or 255.0
         channels, height, width = image_shape(space)
         if min(height, width) < 36:
-            raise UsageError(f"the image observation is {height}×{width} pixels; NatureCNN needs at least 36×36 "
-                             "(wrap the environment in gymnasium.wrappers.ResizeObservation)")  # fmt: skip
+            raise UsageError(
+                f"the image observation is {height}×{width} pixels; NatureCNN needs at least 36×36 "
+                "(wrap the environment in gymnasium.wrappers.ResizeObservation)"
+            )
         self.convolutions = nn.Sequential(
             nn.Conv2d(channels, 32, kernel_size=8, stride=4),
             nn.ReLU(),

@@ -87,8 +87,12 @@ class TorchEnv(VectorEnv):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on."""
-        return {"state": self.state.cpu().clone(), "steps": self.steps.cpu().clone(),
-                "generator": self.generator.get_state(), "device": self.device.type}  # fmt: skip
+        return {
+            "state": self.state.cpu().clone(),
+            "steps": self.steps.cpu().clone(),
+            "generator": self.generator.get_state(),
+            "device": self.device.type,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.copy_(state["state"])

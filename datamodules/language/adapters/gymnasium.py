@@ -31,8 +31,10 @@ class GymnasiumEnvironment:
         self.env = gym.make(env_id, **(env_kwargs or {}))
         space = self.env.action_space
         if not isinstance(space, spaces.Text | spaces.Discrete):
-            raise UsageError(f"env_id={env_id!r} has the action space {space}; a model's message can be a Text or name "
-                             "a Discrete action")  # fmt: skip
+            raise UsageError(
+                f"env_id={env_id!r} has the action space {space}; a model's message can be a Text or name "
+                "a Discrete action"
+            )
         numbers = [str(space.start + i) for i in range(int(space.n))] if isinstance(space, spaces.Discrete) else []
         if actions is not None and len(actions) != len(numbers):
             raise UsageError(f"actions={actions} names {len(actions)} actions, {env_id!r} has {len(numbers)}")

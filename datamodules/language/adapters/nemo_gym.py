@@ -59,10 +59,15 @@ class NeMoGymEnvironment:
         said = {"type": "output_text", "text": str(message.get("content") or ""), "annotations": []}
         how = {"id": "message", "type": "message", "role": "assistant", "status": "completed"}
         response = {
-            "id": "dialogue", "created_at": 0.0, "model": "policy", "object": "response", "tool_choice": "auto",
-            "tools": self.record["responses_create_params"].get("tools") or [], "parallel_tool_calls": True,
+            "id": "dialogue",
+            "created_at": 0.0,
+            "model": "policy",
+            "object": "response",
+            "tool_choice": "auto",
+            "tools": self.record["responses_create_params"].get("tools") or [],
+            "parallel_tool_calls": True,
             "output": [*self.output, {**how, "content": [said]}],
-        }  # fmt: skip
+        }
         return [], float(json.loads(self._post("verify", {**self.record, "response": response}))["reward"]), True
 
     def _post(self, route: str, body: Any) -> str:

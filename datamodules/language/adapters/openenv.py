@@ -50,8 +50,10 @@ class OpenEnvEnvironment:
 
     def _text(self, result: Any) -> str:
         if self.observation not in result.observation:
-            raise UsageError(f"observation={self.observation!r} is no field of the server's observation, which has "
-                             f"{', '.join(result.observation)}")  # fmt: skip
+            raise UsageError(
+                f"observation={self.observation!r} is no field of the server's observation, which has "
+                f"{', '.join(result.observation)}"
+            )
         return str(result.observation[self.observation])
 
     def close(self) -> None:

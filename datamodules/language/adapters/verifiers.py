@@ -91,8 +91,10 @@ class VerifiersEnvironment:
         last = max((i for i, message in enumerate(asked) if message["role"] == "assistant"), default=-1)
         self._asked.put((asked[last + 1 :], 0.0, False))
         said = await asyncio.to_thread(self._said.get)
-        calls = [types.ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
-                 for i, call in enumerate(calls_of(said))]  # fmt: skip
+        calls = [
+            types.ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
+            for i, call in enumerate(calls_of(said))
+        ]
         how = {"finish_reason": "tool_calls" if calls else "stop", "is_truncated": False, "tool_calls": calls or None}
         message = types.ResponseMessage(content=str(said["content"] or ""), **how)
         return types.Response(id="", created=0, model="policy", message=message)

@@ -50,8 +50,9 @@ def _last_box(text: str) -> str | None:
 def reference_text(reference: Any) -> str:
     """A reference answer as text, stripped; a number as it is written."""
     if isinstance(reference, bool) or not isinstance(reference, str | int | float):
-        raise UsageError(f"answer={str(reference)[:60]!r} is a {type(reference).__name__}, where text or a number "
-                         "should be")  # fmt: skip
+        raise UsageError(
+            f"answer={str(reference)[:60]!r} is a {type(reference).__name__}, where text or a number should be"
+        )
     return str(reference).strip()
 
 

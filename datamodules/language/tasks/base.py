@@ -135,8 +135,10 @@ class Task:
             UsageError: the template names an unknown field.
         """
         if not isinstance(question, dict):
-            raise UsageError(f"task {self.name!r} has {question!r} as a question, where draw and questions give a dict "
-                             "of the template's fields")  # fmt: skip
+            raise UsageError(
+                f"task {self.name!r} has {question!r} as a question, where draw and questions give a dict "
+                "of the template's fields"
+            )
         template = self.template or self.default_template  # of a subclass that did not call this constructor, too
         text = fill(template, question, f"template={template!r} of task {self.name!r}")
         return [{"role": "user", "content": text}] if self.chat else text

@@ -105,9 +105,11 @@ class Countdown(Task):
                 rng.shuffle(operands)
                 numbers = ",".join(map(str, operands))
                 return {"numbers": numbers, "target": int(value), "solution": solution, "steps": steps}
-        raise UsageError(f"operators={self.operators!r} hardly lead from {self.n_operands} operands up to "
-                         f"{self.max_operand} to a target from 1 to max_target={self.max_target}; allow more of "
-                         "them, or a larger target")  # fmt: skip
+        raise UsageError(
+            f"operators={self.operators!r} hardly lead from {self.n_operands} operands up to "
+            f"{self.max_operand} to a target from 1 to max_target={self.max_target}; allow more of "
+            "them, or a larger target"
+        )
 
     def key(self, question: Question) -> str:
         return f"{sorted(map(int, question['numbers'].split(',')))}>{question['target']}"

@@ -172,8 +172,10 @@ class Paths(Task):
             others = (self._candidate(record, rng) for _ in range(MOST_DRAWS))
             second = next((other for other in others if other != first), None)
             if second is None:
-                raise UsageError(f"task paths: {MOST_DRAWS} answers to {record['prompt']!r} were all {first!r}; raise "
-                                 "faults, max_length or out_degree, so that two can be compared")  # fmt: skip
+                raise UsageError(
+                    f"task paths: {MOST_DRAWS} answers to {record['prompt']!r} were all {first!r}; raise "
+                    "faults, max_length or out_degree, so that two can be compared"
+                )
             compared.append(self.compare(record, first, second, rng))
         return compared
 

@@ -15,8 +15,25 @@ from rl_modules.common.seeding import stream_seed
 
 #: Functions that an answer may contain to be passed to SymPy's parser, which evaluates it, besides sums, products and
 #: small powers of numbers and of one-letter variables.
-_FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log",
-              "ln", "sqrt", "pi"}  # fmt: skip
+_FUNCTIONS = {
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "exp",
+    "log",
+    "ln",
+    "sqrt",
+    "pi",
+}
 _ARITHMETIC = re.compile(r"[0-9A-Za-z+\-*/(). \n]{1,1000}")
 _EXPONENT = r"(?:-?\d{1,2}(?![\d.])|\(\s*-?\d{1,2}(?:/\d{1,2})?\s*\))"
 _HARMFUL = (
@@ -52,15 +69,22 @@ class ReasoningGym(Task):
     name = "reasoning_gym"
 
     def __init__(
-        self, seed: int = 0, dataset: str = "chain_sum", think_format: bool = False, template: str | None = None,
-        chat: bool = False, **config: Any,
-    ) -> None:  # fmt: skip
+        self,
+        seed: int = 0,
+        dataset: str = "chain_sum",
+        think_format: bool = False,
+        template: str | None = None,
+        chat: bool = False,
+        **config: Any,
+    ) -> None:
         super().__init__(seed, think_format, template, chat)
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ModuleNotFoundError as error:
-            raise UsageError(f"the task reasoning_gym:{dataset} needs a package that is not installed, {error.name}: "
-                             f"{install('language')}") from error  # fmt: skip
+            raise UsageError(
+                f"the task reasoning_gym:{dataset} needs a package that is not installed, {error.name}: "
+                f"{install('language')}"
+            ) from error
 
         if dataset not in DATASETS:
             raise UsageError(f"reasoning-gym has no dataset {dataset!r}{did_you_mean(dataset, DATASETS)}")
@@ -112,8 +136,10 @@ def secure_scorer(dataset: Any) -> bool:
     source = inspect.getsource(scorer)
     found = _RUNS.search(source)
     if found is not None:
-        raise UsageError(f"the scorer of {type(dataset).__name__} calls {found[0].strip('. (')}, which could run an "
-                         "answer as code; take another dataset")  # fmt: skip
+        raise UsageError(
+            f"the scorer of {type(dataset).__name__} calls {found[0].strip('. (')}, which could run an "
+            "answer as code; take another dataset"
+        )
     if _EVALUATES.search(source):
         sys.modules[scorer.__module__].__dict__["eval"] = ast.literal_eval
     return _PARSES.search(source) is not None

@@ -20,8 +20,10 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, rooms: list[Tensor | None], *weights: Tensor) -> tuple[Tensor, ...]:
         # What autograd keeps of an earlier pass has the same numbers: weights change between steps only.
-        copies = [torch.empty_like(weight, dtype=dtype) if room is None else room.data
-                  for weight, room in zip(weights, rooms, strict=True)]  # fmt: skip
+        copies = [
+            torch.empty_like(weight, dtype=dtype) if room is None else room.data
+            for weight, room in zip(weights, rooms, strict=True)
+        ]
         torch._foreach_copy_(copies, weights)
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.set_materialize_grads(False)
@@ -30,8 +32,10 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = [None if grad is None else torch.empty_like(grad, dtype=dtype)
-                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)]  # fmt: skip
+        found = [
+            None if grad is None else torch.empty_like(grad, dtype=dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
         torch._foreach_copy_([x for x in found if x is not None], [x for x in grads if x is not None])
         return None, None, *found
 
@@ -45,10 +49,12 @@ class CastTogether:
             id(x) for part in body.modules() if getattr(part, "lora_magnitude_vector", None) for x in part.modules()
         }
         self._places = [
-            (layer, name) for layer in body.modules()
+            (layer, name)
+            for layer in body.modules()
             if type(layer) is nn.Linear and not layer._forward_pre_hooks and id(layer) not in other
-            for name, weight in layer._parameters.items() if weight is not None
-        ]  # fmt: skip
+            for name, weight in layer._parameters.items()
+            if weight is not None
+        ]
         self._weights: list[tuple[nn.Module, str, Any]] = []
         body.register_forward_pre_hook(self.swap)
         body.register_forward_hook(self.restore, always_call=True)
@@ -61,9 +67,10 @@ class CastTogether:
             return
         held = [(layer, name, layer._parameters[name]) for layer, name in self._places]
         self._weights = [
-            place for place in held
+            place
+            for place in held
             if isinstance(weight := place[2], nn.Parameter) and weight.requires_grad and weight.dtype is torch.float32
-        ]  # fmt: skip
+        ]
         if self._weights:
             dtype, known = torch.get_autocast_dtype(kind), held_copies()
             rooms = [known.get((layer, name, dtype)) for layer, name, _ in self._weights]

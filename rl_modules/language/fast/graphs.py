@@ -163,8 +163,10 @@ class GraphCache(RowCache):
             if isinstance(error, torch.cuda.OutOfMemoryError) or self.most is None:
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            log.warning("a step of decoding can't be captured as a CUDA graph (%s), so that its kernels are started "
-                        "one by one", reason)  # fmt: skip
+            log.warning(
+                "a step of decoding can't be captured as a CUDA graph (%s), so that its kernels are started one by one",
+                reason,
+            )
             self._is_captured = False
             return Graph(step, device, records=False)
 
@@ -260,9 +262,11 @@ class CastWeights:
         self._kind, self._dtype = kind, torch.get_autocast_dtype(kind)
         self.places = [
             (module, name, weight, torch.empty_like(weight, dtype=self._dtype, requires_grad=False))
-            for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))
-            for name, weight in module._parameters.items() if weight is not None and weight.dtype == torch.float32
-        ]  # fmt: skip
+            for module in model.modules()
+            if isinstance(module, (nn.Linear, Conv1D))
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.dtype == torch.float32
+        ]
 
     @property
     def bytes(self) -> int:

@@ -61,9 +61,12 @@ def _attention(
 
 
 def _mask(
-    batch_size: int, q_length: int, attention_mask: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    batch_size: int,
+    q_length: int,
+    attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """What is added to the scores: of one token per row 0 or -inf by the columns that count, (n, 1, 1, width)."""
     if q_length > 1 or attention_mask is None:
         return sdpa_mask(batch_size, q_length, attention_mask=attention_mask, dtype=dtype, **kwargs)

@@ -127,12 +127,16 @@ def _traits(model: Any) -> Hashable:
     """What a graph depends on beyond the values of weights: where these are, and what the model's code does."""
     kind = _device(model).type
     modules = [
-        (tuple(module._forward_hooks), tuple(module._forward_pre_hooks), getattr(module, "merged", None),
-         # Of transformers' models it is a method, whose text is the whole model's.
-         None if callable(active := getattr(module, "active_adapters", None)) else str(active),
-         getattr(module, "disable_adapters", None))
+        (
+            tuple(module._forward_hooks),
+            tuple(module._forward_pre_hooks),
+            getattr(module, "merged", None),
+            # Of transformers' models it is a method, whose text is the whole model's.
+            None if callable(active := getattr(module, "active_adapters", None)) else str(active),
+            getattr(module, "disable_adapters", None),
+        )
         for module in model.modules()
-    ]  # fmt: skip
+    ]
     tensors = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return hash((tuple(modules), tuple(tensors), autocast, model.config._attn_implementation))

@@ -21,11 +21,16 @@ from rl_modules.language.models import is_sharded
 _PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     )
-]  # fmt: skip
+]
 
 
 def compile_layers(module: Any) -> None:
@@ -41,8 +46,10 @@ def compile_layers(module: Any) -> None:
         network = transformers_model(model)
         found = blocks_of(body_of(network))
         if found is None:
-            raise UsageError(f"torch_compile=True compiles a model's layers, and {type(network).__name__} has none "
-                             "that were found; leave it out")  # fmt: skip
+            raise UsageError(
+                f"torch_compile=True compiles a model's layers, and {type(network).__name__} has none "
+                "that were found; leave it out"
+            )
         for block in found[1][:-1]:
             if block._compiled_call_impl is None:
                 block.compile(dynamic=True)
@@ -50,17 +57,23 @@ def compile_layers(module: Any) -> None:
 
 def _require_compilable(module: Any) -> None:
     if any(is_sharded(model) for model in module.trained_models):
-        raise UsageError("torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "
-                         "stay outside of compiled code; leave one of them out")  # fmt: skip
+        raise UsageError(
+            "torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "
+            "stay outside of compiled code; leave one of them out"
+        )
     if module.hparams["gradient_checkpointing"] == "selective":
-        raise UsageError("torch_compile=True hides from gradient_checkpointing=selective which operations a layer has; "
-                         "set that to true or false")  # fmt: skip
+        raise UsageError(
+            "torch_compile=True hides from gradient_checkpointing=selective which operations a layer has; "
+            "set that to true or false"
+        )
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, dtype=torch.float32, device=module.device))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"torch_compile=True: torch can't compile on {module.device.type} here ({reason}); it needs a "
-                         "C++ compiler on a CPU and Triton on CUDA, or leave it out") from error  # fmt: skip
+        raise UsageError(
+            f"torch_compile=True: torch can't compile on {module.device.type} here ({reason}); it needs a "
+            "C++ compiler on a CPU and Triton on CUDA, or leave it out"
+        ) from error
 
 
 def use_liger_kernel(model: Any, device: torch.device) -> None:

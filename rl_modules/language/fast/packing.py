@@ -158,7 +158,10 @@ def _in_one_row(pieces: list[Tensor]) -> dict[str, Tensor]:
     starts = [0 if i % 3 == 0 else len(pieces[i - i % 3]) for i in range(len(pieces))]
     position = [torch.arange(len(p), device=p.device) + start for p, start in zip(pieces, starts, strict=True)]
     return {
-        "tokens": torch.cat(pieces)[None], "lengths": lengths,
+        "tokens": torch.cat(pieces)[None],
+        "lengths": lengths,
         "last": (sizes.cumsum(0) - 1).view(-1, 3)[:, 1:].T.flatten(),  # chosen answers, then rejected ones
-        "position_ids": torch.cat(position)[None], "segment": segment[None], "prompt_segment": (segment // 3 * 3)[None],
-    }  # fmt: skip
+        "position_ids": torch.cat(position)[None],
+        "segment": segment[None],
+        "prompt_segment": (segment // 3 * 3)[None],
+    }

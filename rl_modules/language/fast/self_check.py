@@ -102,9 +102,11 @@ def alone_with(model: Any, judge: Callable[[], Tensor], others: slice) -> tuple[
 def require_left_to_right(model: Any) -> None:
     """Refuses a model in which a token attends to tokens on its right."""
     if not agrees(model, "reading from left to right", lambda: _with_other_ending(model), "", must_run=True):
-        raise UsageError(f"{type(model).__name__} lets a token see what stands to its right, so that it can't write or "
-                         "judge a text token by token; take a decoder-only architecture such as Qwen3, Llama or "
-                         "Gemma")  # fmt: skip
+        raise UsageError(
+            f"{type(model).__name__} lets a token see what stands to its right, so that it can't write or "
+            "judge a text token by token; take a decoder-only architecture such as Qwen3, Llama or "
+            "Gemma"
+        )
 
 
 def warn_of_noise(model: Any) -> None:
@@ -117,9 +119,11 @@ def warn_of_noise(model: Any) -> None:
             found.append(_outputs(model, tokens).double())
     size, bound = _difference(found[1], found[0], found[0], _rounding(model))
     if size > bound:
-        log.warning("%s draws random numbers in training mode, though its rates of dropout are 0 here: "
-                    "log-probabilities of training are not those of the policy that acts",
-                    type(model).__name__)  # fmt: skip
+        log.warning(
+            "%s draws random numbers in training mode, though its rates of dropout are 0 here: "
+            "log-probabilities of training are not those of the policy that acts",
+            type(model).__name__,
+        )
 
 
 def _with_other_ending(model: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,9 +214,10 @@ def shortest_window(config: Any) -> int | None:
     """Returns the smallest window of the model's layers, in tokens; None: every layer attends to the whole text."""
     text = text_config(config)
     named = {
-        name: value for name, value in text.to_dict().items()
+        name: value
+        for name, value in text.to_dict().items()
         if ("window" in name or "chunk" in name) and not name.endswith(("layers", "pattern"))
-    }  # fmt: skip
+    }
     fields = {name: value for name, value in named.items() if type(value) is int and value > 0}
     if getattr(text, "use_sliding_window", True) is False:
         fields.pop("sliding_window", None)

@@ -50,8 +50,12 @@ def can_share(model: Any, width: int) -> bool:
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of four completions of two prompts, of unequal lengths, in a layout of 8 columns."""
     first, second, *endings = probe_texts(model, [4, 2, 1, 4, 3, 2])
-    texts = [torch.cat([first, endings[0]]), torch.cat([first, endings[1]]), torch.cat([second, endings[2]]),
-             torch.cat([second, endings[3]])]  # fmt: skip
+    texts = [
+        torch.cat([first, endings[0]]),
+        torch.cat([first, endings[1]]),
+        torch.cat([second, endings[2]]),
+        torch.cat([second, endings[3]]),
+    ]
     tokens = side_by_side(texts)
     lengths = torch.tensor([4, 4, 2, 2], device=tokens.device), torch.tensor([1, 4, 3, 2], device=tokens.device)
     group = torch.tensor([0, 0, 1, 1], device=tokens.device)
@@ -99,9 +103,15 @@ def grouped_log_probs(
 
 
 def _grouped(
-    model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, on_host: Tensor,
-    temperature: float = 1.0, entropy: bool = False, filtered: Filter | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    model: Any,
+    tokens: Tensor,
+    prompt_length: Tensor,
+    length: Tensor,
+    on_host: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    filtered: Filter | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """The same; prompt lengths, lengths and groups are also on the host, [3, b], so that no shape is waited for."""
     prompts, lengths, group = on_host
     width, prompt_width, device = int(lengths.max()), int(prompts.max()), tokens.device
@@ -117,10 +127,18 @@ def _grouped(
         return None if filtered is None else filtered.at(tokens, prompt_length, row, column)
 
     found = [
-        log_probs_at(model, last, beginning, temperature, entropy, source=source,
-                     process=process(rows, torch.zeros_like(rows)),
-                     input_ids=tokens[first, :prompt_width], **cached)
-    ]  # fmt: skip
+        log_probs_at(
+            model,
+            last,
+            beginning,
+            temperature,
+            entropy,
+            source=source,
+            process=process(rows, torch.zeros_like(rows)),
+            input_ids=tokens[first, :prompt_width],
+            **cached,
+        )
+    ]
     where = [rows * width]
     if width > 1:
         # The last token of a completion predicts no counted token.
@@ -133,11 +151,20 @@ def _grouped(
         counted = (torch.arange(width - 1) < lengths.unsqueeze(1) - 1).nonzero().to(device, non_blocking=True)
         row, column = counted.unbind(1)
         if len(row):
-            found.append(log_probs_at(
-                model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,
-                process=process(row, column + 1), input_ids=tokens.gather(1, place), attention_mask=mask,
-                position_ids=place, **cached,
-            ))  # fmt: skip
+            found.append(
+                log_probs_at(
+                    model,
+                    row * (width - 1) + column,
+                    tokens[row, prompt_length[row] + column + 1],
+                    temperature,
+                    entropy,
+                    process=process(row, column + 1),
+                    input_ids=tokens.gather(1, place),
+                    attention_mask=mask,
+                    position_ids=place,
+                    **cached,
+                )
+            )
             where.append(row * width + column + 1)
     shape = torch.Size([len(length), width])
     log_prob = placed(torch.cat([part.log_prob[0] for part in found]), torch.cat(where), shape)

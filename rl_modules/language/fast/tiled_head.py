@@ -94,7 +94,7 @@ class _Gradients:
 
     def add(
         self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], entropy_slope: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Those of one tile."""
         target, log_prob, slope = tile
         z = logits.detach()
@@ -223,10 +223,18 @@ def _kept_states(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[l
 
 
 def tiled_at(
-    model: Any, place: Tensor, source: Tensor | None, target: Tensor, temperature: float = 1.0, entropy: bool = False,
-    accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, process: Process | None = None,
+    model: Any,
+    place: Tensor,
+    source: Tensor | None,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
+    equal_weights: bool = False,
+    chooses_mlp: bool = True,
+    process: Process | None = None,
     **inputs: Any,
-) -> TokenStatistics:  # fmt: skip
+) -> TokenStatistics:
     """:func:`~rl_modules.language.scoring.log_probs_at` by tiles; ``target`` is [1, m].
 
     A sharded model's output and the result depend on each other by a product with 0, so that its weights are gathered

@@ -31,41 +31,71 @@ def inputs_of_texts(position_ids: Tensor, longest: int, boundaries: Tensor | Non
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, local_size: int | None = None,
-    allow_is_causal_skip: bool = True, use_vmap: bool = False, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
     """In place of a packed row's mask [1, 1, T, T] an empty tensor, [1, 1, 0, window], where 0 is no window."""
     is_packed = not (allow_is_causal_skip or use_vmap) and attention_mask is None
     if is_packed and batch_size == 1 and q_length == kv_length > 1:
         return torch.empty(1, 1, 0, local_size or 0, dtype=torch.bool, device=kwargs.get("device"))
     return sdpa_mask(
-        batch_size, q_length, kv_length, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
-    )  # fmt: skip
+        batch_size,
+        q_length,
+        kv_length,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     if attention_mask is None or attention_mask.shape[-2] > 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     given = {"dropout": dropout or None, **{name: kwargs.get(name) for name in ("softcap", "position_bias", "s_aux")}}
     if unknown := [name for name, x in given.items() if x is not None]:
-        raise UsageError(f"attn_implementation=varlen has no {unknown[0]} in packed rows, and {type(module).__name__} "
-                         "has one; set it to 0 in model_config, or take packing=false or sdpa")  # fmt: skip
+        raise UsageError(
+            f"attn_implementation=varlen has no {unknown[0]} in packed rows, and {type(module).__name__} "
+            "has one; set it to 0 in model_config, or take packing=false or sdpa"
+        )
     if cu_seq_lens_q is None or max_length_q is None:
-        raise UsageError("attn_implementation=varlen: several texts in a row came without cu_seq_lens_q and "
-                         "max_length_q, which say where they end")  # fmt: skip
+        raise UsageError(
+            "attn_implementation=varlen: several texts in a row came without cu_seq_lens_q and "
+            "max_length_q, which say where they end"
+        )
     window = attention_mask.shape[-1]
     texts = cu_seq_lens_q, max_length_q, window, scaling
     return (_by_kernel if query.is_cuda else _text_by_text)(module, query, key, value, *texts), None
 
 
 def _by_kernel(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, window: int,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    window: int,
     scaling: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     kind = query.device.type
@@ -73,16 +103,30 @@ def _by_kernel(
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     # A window of n tokens is n - 1 to the left of each; -1 is all of them.
     texts = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(window - 1, 0),
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
     return cast(Tensor, texts).unsqueeze(0)
 
 
 def _text_by_text(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, window: int,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    window: int,
     scaling: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     found = []
     for start, end in pairwise(ends.tolist()):
         sees = None

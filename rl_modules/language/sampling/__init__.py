@@ -27,8 +27,10 @@ def check_options(kind: str, options: dict[str, Any]) -> None:
     for name in options:
         if name not in OPTIONS[kind]:
             known = ", ".join(OPTIONS[kind]) or "none"
-            raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
-                             f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
+            raise UsageError(
+                f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
+                f"{did_you_mean(name, OPTIONS[kind])}"
+            )
     if kind == "vllm_server" and not options.get("addresses"):
         raise UsageError("sampler=vllm_server needs sampler_options={addresses: [host:port]} of a running `rl serve`")
 
@@ -51,8 +53,10 @@ def make_sampler(
 
         return ServerSampler(device=device, pushes=ranks[0] == 0, run=run, **options)
     if ranks[1] > 1 and is_sharded(model):
-        raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
-                         "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
+        raise UsageError(
+            "sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
+            "and take sampler=vllm_server, or strategy=ddp"
+        )
     from rl_modules.language.sampling.engine import EngineSampler
     from rl_modules.language.sampling.vllm import VLLMEngine, unties
     from rl_modules.language.sampling.weights import EngineSpec

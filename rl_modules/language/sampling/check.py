@@ -40,8 +40,10 @@ def cache_for(
     network, device = transformers_model(model), next(model.parameters()).device
     graphs = wants_graphs(implementation, model)
     if graphs and synced_gpus:
-        warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
-                  "cache_implementation=dynamic")  # fmt: skip
+        warn_once(
+            f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
+            "cache_implementation=dynamic"
+        )
     elif graphs:
         from rl_modules.language.fast.held_graphs import groups, held_cache
 
@@ -56,12 +58,16 @@ def cache_for(
         if (cache := make(longest)) is not None and (synced_gpus or decodes(model, make)):
             return cache
     if not synced_gpus and not generates(model):
-        raise UsageError(f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
-                         "decodes than when it reads them, so that nothing can be sampled from it; take another "
-                         "architecture")  # fmt: skip
-    warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
-              "goes through its generate(): prompts are not shared, rows that have ended stay, and "
-              "max_rows_in_flight rows are written part after part")  # fmt: skip
+        raise UsageError(
+            f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
+            "decodes than when it reads them, so that nothing can be sampled from it; take another "
+            "architecture"
+        )
+    warn_once(
+        f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
+        "goes through its generate(): prompts are not shared, rows that have ended stay, and "
+        "max_rows_in_flight rows are written part after part"
+    )
     return None
 
 

@@ -30,9 +30,15 @@ class Conversing(Decoding):
     """
 
     def __init__(
-        self, model: Any, cache: RowCache, prompts: Prompts, rule: NextToken, seeds: Sequence[int], record: Record,
+        self,
+        model: Any,
+        cache: RowCache,
+        prompts: Prompts,
+        rule: NextToken,
+        seeds: Sequence[int],
+        record: Record,
         partner: Partner,
-    ) -> None:  # fmt: skip
+    ) -> None:
         shape, device = record.tokens.shape, record.tokens.device
         draws = torch.zeros((shape[1], shape[0]), dtype=torch.float64, device=device)
         super().__init__(model, cache, prompts, rule, draws, record)
@@ -45,8 +51,13 @@ class Conversing(Decoding):
         self._writes_from = [0] * shape[0]
         self.over: dict[int, bool] = {}
         self._parked: dict[int, tuple[Parked, _Live]] = {}
-        self._open([Further(row, [], seed, limit) for row, (seed, limit) in
-                    enumerate(zip(seeds, partner.limits, strict=True))], [0] * shape[0])  # fmt: skip
+        self._open(
+            [
+                Further(row, [], seed, limit)
+                for row, (seed, limit) in enumerate(zip(seeds, partner.limits, strict=True))
+            ],
+            [0] * shape[0],
+        )
 
     def run(self, at_once: int | None = None) -> None:
         waiting = Waiting(self.prompts, at_once)
@@ -151,9 +162,12 @@ class Conversing(Decoding):
 
 
 def converse_natively(
-    sampler: native.NativeSampler, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings,
+    sampler: native.NativeSampler,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
     partner: Partner,
-) -> Completions | None:  # fmt: skip
+) -> Completions | None:
     """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
     model, whole = sampler.model, settings.max_completion_length
     config = text_config(model.config)
@@ -172,8 +186,9 @@ def converse_natively(
         batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
         limit = (positions - batch.length[batch.source]).clamp(max=whole)
         ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
-        rule = NextToken(settings.temperature, settings.top_k, settings.top_p, settings.min_p,
-                         settings.repetition_penalty)  # fmt: skip
+        rule = NextToken(
+            settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty
+        )
         keeps = settings.return_sampling_mask and rule.truncates
         record = Record(limit, ends, settings.pad_token_id, None, keeps)
         conversing = Conversing(model, cache, batch, rule, seeds, record, partner)

@@ -17,8 +17,10 @@ _NAME = "importance_sampling_correction"
 def warn_of_lacking_support(policy: Any) -> None:
     """Warns that training's log-probabilities are not those of sampling."""
     filters = ", ".join(policy.truncations)
-    text = (f"sampler={policy.hparams['sampler']!r} does not return the tokens that {filters} kept, so that training's "
-            "log-probabilities are those of all tokens; take native, or vLLM 0.28 or newer on CUDA")  # fmt: skip
+    text = (
+        f"sampler={policy.hparams['sampler']!r} does not return the tokens that {filters} kept, so that training's "
+        "log-probabilities are those of all tokens; take native, or vLLM 0.28 or newer on CUDA"
+    )
     if (given := policy.hparams.get(_NAME, "none")) is None:
         text += f". {_NAME} is {policy.correction} in this run"
     elif given.startswith("sequence"):
@@ -45,11 +47,15 @@ def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[T
     if mode.startswith("sequence"):
         counts[:, 1:] = False
     columns = [
-        torch.where(known, difference, 0.0).sum(1), known.sum(1), torch.where(known, difference, 0.0).amax(1),
-        torch.where(counts, weight, 0.0).sum(1), counts.sum(1),
-        torch.where(counts, weight, torch.inf).amin(1), torch.where(counts, weight, -torch.inf).amax(1),
+        torch.where(known, difference, 0.0).sum(1),
+        known.sum(1),
+        torch.where(known, difference, 0.0).amax(1),
+        torch.where(counts, weight, 0.0).sum(1),
+        counts.sum(1),
+        torch.where(counts, weight, torch.inf).amin(1),
+        torch.where(counts, weight, -torch.inf).amax(1),
         (counts & (weight == 0)).sum(1),
-    ]  # fmt: skip
+    ]
     table = gathered(torch.stack([column.float() for column in columns], 1))
     total, n_known, largest, weights, n, least, most, masked = table.unbind(1)
     n = n.sum()

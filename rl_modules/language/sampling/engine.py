@@ -124,8 +124,9 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
     """Completions on a device from rows, padded on the right."""
     length = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
     if not int(length.min()):
-        raise UsageError(f"row {int(length.argmin())} of the sampler's answer has no tokens; a completion has at least "
-                         "one")  # fmt: skip
+        raise UsageError(
+            f"row {int(length.argmin())} of the sampler's answer has no tokens; a completion has at least one"
+        )
     width = int(length.max())
     tokens = torch.tensor([row.tokens + [pad_token_id] * (width - len(row.tokens)) for row in rows], dtype=torch.int64)
     log_prob = torch.tensor([row.log_prob + [0.0] * (width - len(row.log_prob)) for row in rows], dtype=torch.float32)
@@ -133,8 +134,15 @@ def completions_of(rows: Sequence[Row], pad_token_id: int, device: Any, versions
     version = None if versions is None else torch.tensor(list(versions), dtype=torch.int64)
     found = [row.kept for row in rows if row.kept is not None]
     kept, count = packed_lists(found, width) if len(found) == len(rows) else (None, None)
-    columns = {"tokens": tokens, "log_prob": log_prob, "length": length, "finished": finished, "version": version,
-               "kept": kept, "kept_count": count}  # fmt: skip
+    columns = {
+        "tokens": tokens,
+        "log_prob": log_prob,
+        "length": length,
+        "finished": finished,
+        "version": version,
+        "kept": kept,
+        "kept_count": count,
+    }
     on_device: dict[str, Any] = {name: None if x is None else x.to(device) for name, x in columns.items()}
     return Completions(**on_device)
 
@@ -211,5 +219,7 @@ def check_engine(model: Any, engine: Writer) -> None:
             worst = max(worst, float((found - expected).abs().max()))
     bound = _ROUNDING.get(getattr(torch, engine.spec.config["dtype"]), 1e-2)
     if not worst <= bound:
-        raise UsageError(f"sampler={type(engine).__name__} differs from the model by {worst:.2g} nats per "
-                         f"log-probability (rounding: {bound}): it lacks weights; take sampler=native")  # fmt: skip
+        raise UsageError(
+            f"sampler={type(engine).__name__} differs from the model by {worst:.2g} nats per "
+            f"log-probability (rounding: {bound}): it lacks weights; take sampler=native"
+        )

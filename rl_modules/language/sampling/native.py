@@ -91,8 +91,10 @@ def sample(
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UsageError("model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend "
-                         "on the padding; use LoRA or another method that changes weights")  # fmt: skip
+        raise UsageError(
+            "model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend "
+            "on the padding; use LoRA or another method that changes weights"
+        )
     config = text_config(model.config)
     positions = max_length(config)
     check_request(prompts, num_generations, max_completion_length, stops, seeds, positions, config.vocab_size)
@@ -145,10 +147,17 @@ class NativeSampler(Sampler):
             whole = gathered_once(self.model)
         with whole:
             return sample(
-                self.model, prompts, num_generations=num_generations, seeds=seeds, on_ended=on_ended,
-                synced_gpus=sharded, max_rows_in_flight=self.max_rows_in_flight,
-                cache_implementation=self.cache_implementation, graph_memory=self.graph_memory, **vars(settings),
-            )  # fmt: skip
+                self.model,
+                prompts,
+                num_generations=num_generations,
+                seeds=seeds,
+                on_ended=on_ended,
+                synced_gpus=sharded,
+                max_rows_in_flight=self.max_rows_in_flight,
+                cache_implementation=self.cache_implementation,
+                graph_memory=self.graph_memory,
+                **vars(settings),
+            )
 
     def converse(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
@@ -230,11 +239,15 @@ def check_request(
         if not len(prompt):
             mistakes[f"prompt {i} is empty; give it at least one token, such as the tokenizer's BOS"] = True
         elif len(prompt) >= longest:
-            mistakes[f"prompt {i} has {len(prompt)} tokens, the model takes {longest} with at least one of them new; "
-                     "shorten the prompt, or leave it out"] = True  # fmt: skip
+            mistakes[
+                f"prompt {i} has {len(prompt)} tokens, the model takes {longest} with at least one of them new; "
+                "shorten the prompt, or leave it out"
+            ] = True
         elif not 0 <= min(prompt) <= max(prompt) < words:
-            mistakes[f"prompt {i} has a token id outside of [0, {words}), the model's vocabulary; use the tokenizer "
-                     "that the model was trained with"] = True  # fmt: skip
+            mistakes[
+                f"prompt {i} has a token id outside of [0, {words}), the model's vocabulary; use the tokenizer "
+                "that the model was trained with"
+            ] = True
     for sentence, is_made in mistakes.items():
         if is_made:
             raise UsageError(sentence)

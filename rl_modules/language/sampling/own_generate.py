@@ -12,9 +12,14 @@ from rl_modules.language.sampling.draw import NextToken
 
 
 def generate(
-    model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, at_once: int | None = None,
+    model: Any,
+    prompts: Prompts,
+    rule: NextToken,
+    draws: Tensor,
+    record: Record,
+    at_once: int | None = None,
     synced_gpus: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Makes the same draws within the model's ``generate``, at most so many rows together, part after part."""
     count = len(prompts.sources)
     for first in range(0, count, at_once or count):

@@ -56,9 +56,14 @@ class Server:
         self.spec = EngineSpec({}, 0, 0, False)
 
     def ask(
-        self, path: str, shape: Any, body: bytes | None = None, kind: str = wire.JSON, timeout_s: float | None = None,
+        self,
+        path: str,
+        shape: Any,
+        body: bytes | None = None,
+        kind: str = wire.JSON,
+        timeout_s: float | None = None,
         most: int = 2**24,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """One request."""
         wait_s = timeout_s or self.timeout_s
         connection = http.client.HTTPConnection(self.host, self.port, timeout=wait_s)
@@ -114,8 +119,10 @@ class Server:
         """Returns the server's description; it answers while it writes completions."""
         answer: dict[str, Any] = self.ask("/health", wire.HEALTH, timeout_s=min(10.0, self.timeout_s))
         if answer["protocol"] != PROTOCOL:
-            raise UsageError(f"addresses: {self.address} speaks protocol {answer['protocol']}, this run {PROTOCOL}; "
-                             "start it with the same version")  # fmt: skip
+            raise UsageError(
+                f"addresses: {self.address} speaks protocol {answer['protocol']}, this run {PROTOCOL}; "
+                "start it with the same version"
+            )
         return answer
 
     def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes], run: str) -> None:
@@ -137,8 +144,12 @@ class Server:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings
     ) -> list[tuple[Row, int]]:
         """One completion per prompt, each with the version of the weights that wrote it."""
-        body: dict[str, Any] = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds],
-                                "settings": asdict(settings), "run": self.run}  # fmt: skip
+        body: dict[str, Any] = {
+            "prompts": [list(p) for p in prompts],
+            "seeds": [int(s) for s in seeds],
+            "settings": asdict(settings),
+            "run": self.run,
+        }
         kept = min(settings.top_k or self.spec.words, self.spec.words) if settings.return_sampling_mask else 0
         most = 2**16 + len(prompts) * (1000 + (60 + 12 * kept) * settings.max_completion_length)
         oldest = self.versions.least
@@ -252,8 +263,10 @@ class ServerSampler(Sampler):
             addresses = ", ".join(server.address for server in self.servers)
             failures = "; ".join(dict.fromkeys(server.failure for server in self.servers if server.failure))
             reason = f" ({failures})" if failures else ""
-            raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries{reason}; start `rl "
-                             "serve` again, then add --resume")  # fmt: skip
+            raise UsageError(
+                f"addresses: none of {addresses} answers after {self.retries} retries{reason}; start `rl "
+                "serve` again, then add --resume"
+            )
         found = [row for row in rows if row is not None]
         if on_ended is not None:
             for number, (row, _) in enumerate(found):

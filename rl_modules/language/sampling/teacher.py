@@ -19,8 +19,13 @@ from rl_modules.language.sampling.remote import Server
 from rl_modules.language.tokenizer import load_tokenizer
 
 _NUMBER = wire.Within(-1e6, 1e-3, whole=False)
-SCORE = {"texts": [[wire.COUNT]], "begin": [wire.COUNT], "top_k": wire.Within(1, 2**16),
-         "temperature": wire.Within(1e-6, 1e6, whole=False), "tokens": str}  # fmt: skip
+SCORE = {
+    "texts": [[wire.COUNT]],
+    "begin": [wire.COUNT],
+    "top_k": wire.Within(1, 2**16),
+    "temperature": wire.Within(1e-6, 1e6, whole=False),
+    "tokens": str,
+}
 #: Of each text: the likeliest tokens of every place, likeliest first, and their log-probabilities.
 SCORED = {"rows": [{"ids": [[wire.COUNT]], "log_prob": [[_NUMBER]]}]}
 
@@ -56,8 +61,10 @@ class TeacherService:
         rows = []
         for text, begin in zip(asked["texts"], asked["begin"], strict=True):
             if not (1 <= begin < len(text) <= self.longest and max(text) < words):
-                raise UsageError(f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 "
-                                 f"to {self.longest} tokens of {words}")  # fmt: skip
+                raise UsageError(
+                    f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 "
+                    f"to {self.longest} tokens of {words}"
+                )
             tokens = torch.tensor([text], device=self.model.device)
             logits = self.model(input_ids=tokens, use_cache=False).logits[0, begin - 1 : -1].float()
             found = (logits / asked["temperature"]).log_softmax(-1).topk(min(asked["top_k"], words))
@@ -75,16 +82,22 @@ class ServedTeacher:
         self, texts: Sequence[Sequence[int]], begin: Sequence[int], temperature: float, words: int
     ) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens of all texts' places from ``begin`` on, and log-probabilities, [m, k] each."""
-        body = {"texts": [list(text) for text in texts], "begin": list(begin), "top_k": self.top_k,
-                "temperature": temperature, "tokens": self.tokens}  # fmt: skip
+        body = {
+            "texts": [list(text) for text in texts],
+            "begin": list(begin),
+            "top_k": self.top_k,
+            "temperature": temperature,
+            "tokens": self.tokens,
+        }
         places = [len(text) - first for text, first in zip(texts, begin, strict=True)]
         most = 2**16 + sum(places) * (100 + 50 * self.top_k)
         where = f"teacher_model_server_url: {self.server.address}"
         try:
             answer = self.server.ask("/score", SCORED, json.dumps(body).encode(), most=most)["rows"]
         except (OSError, http.client.HTTPException) as error:
-            raise UsageError(f"{where} does not answer ({error}); start `rl serve --model DIRECTORY` there, then add "
-                             "--resume") from error  # fmt: skip
+            raise UsageError(
+                f"{where} does not answer ({error}); start `rl serve --model DIRECTORY` there, then add --resume"
+            ) from error
         ids = [place for row in answer for place in row["ids"]]
         log_prob = [place for row in answer for place in row["log_prob"]]
         widths = {len(place) for place in [*ids, *log_prob]}
@@ -92,8 +105,10 @@ class ServedTeacher:
             raise UsageError(f"{where} answers for other places than asked for; is it `rl serve` of this version?")
         found = torch.tensor(ids, dtype=torch.int64), torch.tensor(log_prob, dtype=torch.float32)
         if int(found[0].max()) >= words or bool((found[1].exp().sum(-1) > 1 + 1e-4).any()):
-            raise UsageError(f"{where} answers with tokens or probabilities that no model of the student's vocabulary "
-                             "has; is it `rl serve` of this version?")  # fmt: skip
+            raise UsageError(
+                f"{where} answers with tokens or probabilities that no model of the student's vocabulary "
+                "has; is it `rl serve` of this version?"
+            )
         return found
 
     def likeliest_at(self, place: Tensor, tokens: Tensor, temperature: float, words: int) -> tuple[Tensor, Tensor]:

@@ -61,9 +61,12 @@ def converse(
 
 
 def by_turns(
-    sampler: Sampler, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings,
+    sampler: Sampler,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
     partner: Partner,
-) -> Completions:  # fmt: skip
+) -> Completions:
     """Writes completions in turns with any sampler: each turn is a completion of all tokens before it."""
     rows = [_Row(list(prompt)) for prompt in prompts]
     # A row whose limit is lower is cut: its tokens depend on its seed and their number alone.

@@ -59,11 +59,20 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()  # keys and values of the old weights
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
-        check_request(prompts, 1, settings.max_completion_length, list(settings.eos_token_id), seeds,
-                      self.spec.longest, self.spec.words)  # fmt: skip
+        check_request(
+            prompts,
+            1,
+            settings.max_completion_length,
+            list(settings.eos_token_id),
+            seeds,
+            self.spec.longest,
+            self.spec.words,
+        )
         most, options = settings.max_completion_length, self.support_options(settings)
-        parameters = [sampling_params(settings, seed, min(most, self.spec.longest - len(prompt)), options)
-                      for prompt, seed in zip(prompts, seeds, strict=True)]  # fmt: skip
+        parameters = [
+            sampling_params(settings, seed, min(most, self.spec.longest - len(prompt)), options)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
         return [to_row(output.outputs[0], settings) for output in outputs]
@@ -106,10 +115,16 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
         return LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype=spec.config["dtype"],
-            max_model_len=spec.longest, logprobs_mode="processed_logprobs", enable_prefix_caching=True,
-            disable_log_stats=True, **options,
-        )  # fmt: skip
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=spec.config["dtype"],
+            max_model_len=spec.longest,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            **options,
+        )
 
 
 def among_ranks(rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
@@ -129,15 +144,23 @@ def sampling_params(
     from vllm import SamplingParams
 
     if settings.min_p and (settings.top_p or 1) < 1:
-        raise UsageError(f"min_p={settings.min_p} with top_p={settings.top_p}: vLLM applies min_p first, the native "
-                         "sampler last, so that the kept tokens would differ; set one of them")  # fmt: skip
+        raise UsageError(
+            f"min_p={settings.min_p} with top_p={settings.top_p}: vLLM applies min_p first, the native "
+            "sampler last, so that the kept tokens would differ; set one of them"
+        )
     return SamplingParams(
-        n=1, seed=mixed(int(seed)), temperature=settings.temperature,
+        n=1,
+        seed=mixed(int(seed)),
+        temperature=settings.temperature,
         **{"logprobs": 0, "top_k": settings.top_k or 0, **(options or {})},
-        top_p=1.0 if settings.top_p is None else settings.top_p, min_p=settings.min_p or 0.0,
-        repetition_penalty=settings.repetition_penalty, max_tokens=max_tokens,
-        stop_token_ids=list(settings.eos_token_id), ignore_eos=True, detokenize=False,
-    )  # fmt: skip
+        top_p=1.0 if settings.top_p is None else settings.top_p,
+        min_p=settings.min_p or 0.0,
+        repetition_penalty=settings.repetition_penalty,
+        max_tokens=max_tokens,
+        stop_token_ids=list(settings.eos_token_id),
+        ignore_eos=True,
+        detokenize=False,
+    )
 
 
 def to_row(output: Any, settings: SamplingSettings) -> Row:

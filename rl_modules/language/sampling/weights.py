@@ -113,8 +113,10 @@ def _merged(model: Any, tied: bool) -> Weights:
             if layer_name in layers:
                 weight = _with_adapters(layers[layer_name], kind, weight)
             elif kind == "weight":
-                raise UsageError(f"lora changes {layer_name} by trainable_token_indices or the like, which can't be "
-                                 "merged for another sampler; take sampler=native")  # fmt: skip
+                raise UsageError(
+                    f"lora changes {layer_name} by trainable_token_indices or the like, which can't be "
+                    "merged for another sampler; take sampler=native"
+                )
         name = re.sub(r"(\.base_layer)+\.", ".", name)
         for adapter in model.active_adapters:
             name = name.replace(f".modules_to_save.{adapter}.", ".")

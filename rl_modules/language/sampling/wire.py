@@ -15,8 +15,9 @@ from rl_modules.common.errors import UsageError
 
 #: The environment variable that holds a token, on both sides.
 TOKEN_VARIABLE = "RL_SERVE_TOKEN"
-HOW_TO_GIVE = (f"give the file that `rl serve` names, by sampler_options={{token_file: …}}, or set {TOKEN_VARIABLE} on "
-               "both sides")  # fmt: skip
+HOW_TO_GIVE = (
+    f"give the file that `rl serve` names, by sampler_options={{token_file: …}}, or set {TOKEN_VARIABLE} on both sides"
+)
 #: Content types of messages and of weights.
 JSON, BYTES = "application/json", "application/octet-stream"
 
@@ -44,15 +45,19 @@ COUNT = Within(0, 2**53)
 MODEL = {"config": dict, "longest": Within(1, 2**31), "words": Within(1, 2**31), "untied": bool}
 HEALTH = {"protocol": COUNT, "model": (None, MODEL), "version": (None, COUNT), "run": (None, str), "untied": bool}
 SETTINGS = {
-    "max_completion_length": Within(1, 2**31), "eos_token_id": [COUNT], "pad_token_id": COUNT,
-    "temperature": Within(0, 1e6, whole=False), "top_k": (None, COUNT), "top_p": (None, Within(0, 1, whole=False)),
-    "min_p": (None, Within(0, 1, whole=False)), "repetition_penalty": Within(1e-6, 1e6, whole=False),
+    "max_completion_length": Within(1, 2**31),
+    "eos_token_id": [COUNT],
+    "pad_token_id": COUNT,
+    "temperature": Within(0, 1e6, whole=False),
+    "top_k": (None, COUNT),
+    "top_p": (None, Within(0, 1, whole=False)),
+    "min_p": (None, Within(0, 1, whole=False)),
+    "repetition_penalty": Within(1e-6, 1e6, whole=False),
     "return_sampling_mask": bool,
-}  # fmt: skip
+}
 GENERATE = {"prompts": [[COUNT]], "seeds": [Within(-(2**63), 2**64)], "settings": SETTINGS, "run": (None, str)}
 #: Log-probabilities may be above 0 by rounding.
-ROW = {"tokens": [COUNT], "log_prob": [Within(-1e6, 1e-3, whole=False)], "finished": bool,
-       "kept": (None, [[COUNT]])}  # fmt: skip
+ROW = {"tokens": [COUNT], "log_prob": [Within(-1e6, 1e-3, whole=False)], "finished": bool, "kept": (None, [[COUNT]])}
 ROWS = {"rows": [ROW], "version": COUNT}
 
 
