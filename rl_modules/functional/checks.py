@@ -89,6 +89,18 @@ def as_constant(x: Tensor) -> Tensor:
     return as_float(x.detach() if x.requires_grad else x)
 
 
+#: The largest numbers whose exponentials are finite.
+_LARGEST_EXPONENTS = {torch.float32: 88.72283, torch.float64: 709.782712893384}
+
+
+def bounded(exponent: Tensor) -> Tensor:
+    """Returns ``exponent`` where its exponential is finite, else the largest such number, with a gradient of 0.
+
+    In the backward pass a clipped loss multiplies the exponential by 0, and 0 * inf is NaN.
+    """
+    return exponent.clamp(max=_LARGEST_EXPONENTS[exponent.dtype])
+
+
 def mean_of(x: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the mean over the elements that the mask counts; None: over all."""
     if mask is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     as_float,
+    bounded,
     require_choice,
     require_ndim,
     require_number,
@@ -66,7 +67,8 @@ def grpo_loss(
 
     ρ_t = exp(log π - log π_old) per token ("token"), or s = exp of that log-ratio's mean over the sequence's counted
     tokens ("sequence", GSPO), or sg(s) π / sg(π), which is s in value and has the token's own gradient
-    ("sequence_token", GSPO-token: where tokens of a sequence have advantages of their own).
+    ("sequence_token", GSPO-token: where tokens of a sequence have advantages of their own). A log-ratio whose exponential would be infinite counts as the
+    largest finite one, and receives no gradient.
 
     Args:
         log_prob: log π(y_t) in nats, shape (B, L). The only input that receives gradient.
@@ -180,7 +182,7 @@ def importance_ratio(log_ratio: Tensor, counts: Tensor, level: str) -> Tensor:
     elif level == "sequence_token":
         mean = masked_mean(log_ratio.detach(), counts, dim=-1).unsqueeze(-1)
         log_ratio = mean + log_ratio - log_ratio.detach()
-    return log_ratio.exp()
+    return bounded(log_ratio).exp()
 
 
 def _clipped_surrogate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_choice, require_ndim, require_same_shape
+from rl_modules.functional.checks import as_constant, bounded, require_choice, require_ndim, require_same_shape
 
 _MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -54,7 +54,7 @@ def importance_weights(
     difference = torch.where(mask.bool() & ~difference.isnan(), difference, 0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
+    ratio = bounded(difference).exp()
     if mode.endswith("mask"):
         inside = torch.ones_like(ratio, dtype=torch.bool)
         if clip_min is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_choice, require_same_shape
+from rl_modules.functional.checks import as_constant, as_float, bounded, require_choice, require_same_shape
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
@@ -27,7 +27,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tenso
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        One estimate per element in nats, shape S.
+        One estimate per element in nats, shape S. Where e^d would be infinite, k3 is that of the largest d for which
+        it is finite, and has no gradient.
 
     Raises:
         ValueError: shapes differ, or the estimator is unknown.
@@ -44,4 +45,5 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return 0.5 * difference.square()
     # expm1 keeps the digits that e^d - 1 loses while the two policies are still close.
+    difference = bounded(difference)
     return torch.expm1(difference) - difference

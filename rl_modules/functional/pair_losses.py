@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl_modules.functional.checks import bounded
+
 
 class Constants(NamedTuple):
     """The numbers of a loss; see :func:`dpo_loss`."""
@@ -41,7 +43,7 @@ def _exo_pair(lead: Tensor, epsilon: float) -> Tensor:
 
 def _discopop(lead: Tensor, tau: float) -> Tensor:
     share = torch.sigmoid(lead / tau)
-    return (1 - share) * -F.logsigmoid(lead) + share * torch.exp(-lead)
+    return (1 - share) * -F.logsigmoid(lead) + share * torch.exp(bounded(-lead))
 
 
 #: From the scores of the chosen (c) and the rejected answer (r), [B] each, and constants (k) to the loss, [B].

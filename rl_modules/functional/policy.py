@@ -8,6 +8,7 @@ from torch import Tensor
 from rl_modules.functional.checks import (
     as_constant,
     as_float,
+    bounded,
     mean_of,
     require_number,
     require_same_shape,
@@ -56,7 +57,8 @@ def ppo_clip_loss(
         mask: true where an element counts, shape S.
 
     Returns:
-        Scalar to minimise; equals ``-advantage.mean()`` while the policy is unchanged.
+        Scalar to minimise; equals ``-advantage.mean()`` while the policy is unchanged. A log-ratio whose exponential
+        would be infinite (above 88.7 in float32) counts as the largest finite one, and receives no gradient.
 
     Raises:
         ValueError: shapes differ (a (B, 1) input would broadcast silently to (B, B)), or clip_range is negative.
@@ -128,4 +130,4 @@ def _ratio_and_advantage(
         require_same_shape(log_prob=log_prob, mask=mask)
         # Before exp: what stands under padding may overflow there, and 0 * inf in the backward pass is NaN.
         log_ratio = torch.where(mask.bool(), log_ratio, 0.0)
-    return log_ratio.exp(), as_constant(advantage)
+    return bounded(log_ratio).exp(), as_constant(advantage)

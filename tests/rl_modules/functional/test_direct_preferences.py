@@ -90,6 +90,14 @@ def test_dpo_against_python_numbers(seed, kind, beta, smoothing):
     assert dpo_loss(*rows.unbind(1), beta, kind, smoothing).item() == pytest.approx(expected, rel=1e-11, abs=1e-11)
 
 
+def test_discopop_is_the_logistic_loss_where_its_exponential_is_infinite():
+    margin = torch.tensor([-100.0, -1e4], requires_grad=True)
+    loss = dpo_loss(margin, *torch.zeros(3, 2), beta=1.0, loss_type="discopop")
+    loss.backward()
+    assert loss.item() == (100 + 1e4) / 2
+    assert margin.grad.tolist() == [-0.5, -0.5]
+
+
 @repeatable
 @given(seeds, st.sampled_from(["sigmoid_norm", "ipo", "simpo"]))
 def test_means_over_tokens_are_the_sums_over_the_lengths(seed, kind):

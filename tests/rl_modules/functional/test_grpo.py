@@ -147,6 +147,28 @@ def test_the_two_clip_ranges_and_delta(ratio, advantage, value, slope):
     assert log_prob.grad.item() == pytest.approx(-slope)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("log_ratio", [100.0, 1e4])
+@pytest.mark.parametrize(
+    ("advantage", "options"),
+    [
+        (1.0, {"loss_type": "grpo"}),
+        (-1.0, {"loss_type": "grpo", "delta": 4.0}),
+        (1.0, {"loss_type": "sapo"}),
+        (-1.0, {"loss_type": "sapo"}),
+        (0.0, {"loss_type": "grpo"}),
+        (0.0, {"loss_type": "cispo", "epsilon_high": 5.0}),
+        (0.0, {"beta": 0.1, "ref_log_prob": torch.tensor([[3e4]])}),
+    ],
+)
+def test_where_a_bound_holds_the_gradient_is_zero_though_the_ratio_is_infinite(level, log_ratio, advantage, options):
+    log_prob, one = torch.tensor([[log_ratio]], requires_grad=True), torch.ones(1, 1)
+    loss = grpo_loss(log_prob, one * 0, one[0] * advantage, one, importance_sampling_level=level, **options)
+    loss.backward()
+    assert loss.isfinite()
+    assert log_prob.grad.item() == 0
+
+
 def test_one_token_per_sequence_is_ppo():
     log_prob, old, advantage = randn(0, 20, 1).requires_grad_(), randn(1, 20, 1), randn(2, 20)
     mask = torch.ones(20, 1)

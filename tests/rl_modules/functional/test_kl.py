@@ -60,6 +60,16 @@ def test_k3_keeps_its_digits_while_the_policies_are_close():
     assert kl_estimate(log_prob, reference, "k3").item() == pytest.approx(5e-9, rel=0.01)
 
 
+@pytest.mark.parametrize(("difference", "slope"), [(-1e4, 1.0), (-100.0, 1.0), (100.0, 0.0), (1e4, 0.0)])
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_k3_and_its_gradient_are_finite_however_far_apart_the_policies_are(difference, slope, factor):
+    log_prob = torch.tensor(-difference, requires_grad=True)
+    kl = kl_estimate(log_prob, torch.tensor(0.0), "k3")
+    (factor * kl).backward()
+    assert kl.isfinite()
+    assert log_prob.grad.item() == factor * slope
+
+
 def test_approx_kl_is_the_mean_of_k3_over_the_old_policys_samples():
     # d = log 2 and -log 2: (2 - 1 - log 2 + .5 - 1 + log 2) / 2 = .25
     log_prob = torch.tensor([2.0, 0.5]).log().requires_grad_()

@@ -71,6 +71,23 @@ def test_clipping_stops_gain_but_not_penalty(ratio, advantage, value, slope):
     assert log_prob.grad.item() == pytest.approx(-slope)
 
 
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 88.0, 100.0, 1e4])
+def test_a_gain_beyond_the_clip_range_has_gradient_zero_where_the_ratio_is_infinite(log_ratio):
+    log_prob = torch.tensor([log_ratio], requires_grad=True)
+    loss = ppo_clip_loss(log_prob, torch.zeros(1), torch.ones(1), 0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(-min(math.exp(min(log_ratio, 1)), 1.2))
+    assert log_prob.grad.item() == pytest.approx(0, abs=1e-40)
+    penalised = ppo_penalty_loss(log_prob, torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.0)
+    assert penalised.item() == torch.autograd.grad(penalised, log_prob)[0].item() == 0
+
+
+def test_the_largest_finite_ratio_has_its_own_gradient():
+    log_prob = torch.tensor([88.72283], requires_grad=True)
+    ppo_clip_loss(log_prob, torch.zeros(1), -torch.ones(1), 0.2).backward()
+    assert log_prob.grad.item() == log_prob.exp().item() < torch.inf == torch.nextafter(log_prob, log_prob + 1).exp()
+
+
 @pytest.mark.parametrize("clip_range", [0.0, 0.2])
 def test_at_ratio_one_ppo_is_the_policy_gradient(clip_range):
     log_prob = randn(0, 30).requires_grad_()
