@@ -134,7 +134,7 @@ def decoding(place: Place) -> Iterator[Line]:
     """Steps of decoding by the default sampler, bfloat16 weights."""
     from rl_modules.language.fast import held_graphs
     from rl_modules.language.sampling import sample
-    from rl_modules.language.sampling.check import wants_graphs
+    from rl_modules.language.sampling.check import groups, wants_graphs
     from rl_modules.language.sampling.draw import NextToken
 
     module = SFT(model_config=place.model_config)
@@ -155,7 +155,7 @@ def decoding(place: Place) -> Iterator[Line]:
 
     def path(columns: int) -> str:
         """How a step is computed: what a fall-back has left of it."""
-        grouped = held_graphs.groups(model, columns) if wants_graphs("auto", model) else None
+        grouped = groups(model, columns) if wants_graphs("auto", model) else None
         return {True: "by graphs, grouped keys", False: "by graphs, own attention"}.get(grouped, "without graphs")
 
     shapes = place.of(((16, 256), (128, 256), (512, 256), (128, 1024)), ((4, 16), (8, 16)))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from rl_modules.language.architecture import text_config, transformers_model
+from rl_modules.language.architecture import text_config
 from rl_modules.language.fast.graphs import CastWeights, GraphCache, bucket, columns_for
-from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.row_cache import RowCache
 
 
@@ -41,21 +39,6 @@ def new_cache(model: Any, grouped: bool, longest: int, slots: int) -> GraphCache
     return (
         None if found is None else GraphCache(len(found.layers), slots, columns_for(longest), _device(model), grouped)
     )
-
-
-def groups(model: Any, longest: int) -> bool | None:
-    """Whether the steps that become graphs attend by :mod:`grouped_attention`; None: no steps of this model do."""
-    from rl_modules.language.sampling.check import CHECKED_ROWS, decodes, warn_once
-
-    name = type(model).__name__
-    if new_cache(model, False, longest, 1) is None:
-        warn_once(f"{name} has no static cache here, so that cache_implementation=dynamic is taken")
-        return None
-    for grouped in (True, False) if can_group(transformers_model(model)) else (False,):
-        instead = "its own attention is taken" if grouped else "cache_implementation=dynamic is taken"
-        if decodes(model, partial(new_cache, model, grouped, slots=CHECKED_ROWS), instead):
-            return grouped
-    return None
 
 
 def held_cache(model: Any, grouped: bool, longest: int, slots: int, share: float) -> GraphCache:

@@ -14,11 +14,13 @@ from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config, transformers_model
 from rl_modules.language.fast.grouped_attention import can_group
+from rl_modules.language.fast.held_graphs import held_cache, new_cache
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.fast.shared_prompts import SharedPromptCache
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.decode import Decoding, Prompts, Record
 from rl_modules.language.sampling.draw import NextToken, uniforms
+from rl_modules.language.sampling.own_generate import generate
 
 #: Lengths of the self-check's prompts, and tokens that each is continued by. Two rows are decoded together: the third
 #: begins beside the second, whose text is shorter.
@@ -44,11 +46,8 @@ def cache_for(
             f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
             "cache_implementation=dynamic"
         )
-    elif graphs:
-        from rl_modules.language.fast.held_graphs import groups, held_cache
-
-        if (grouped := groups(model, longest)) is not None:
-            return held_cache(model, grouped, longest, slots, share)
+    elif graphs and (grouped := groups(model, longest)) is not None:
+        return held_cache(model, grouped, longest, slots, share)
     # Elsewhere sdpa is one fused kernel.
     shares = is_fast() and device.type == "cpu" and can_group(network)
     kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
@@ -77,6 +76,19 @@ def wants_graphs(implementation: str, model: Any) -> bool:
     return is_fast() and (implementation in CACHES[2:] or (implementation == "auto" and on_cuda))
 
 
+def groups(model: Any, longest: int) -> bool | None:
+    """Whether the steps that become graphs attend by :mod:`grouped_attention`; None: no steps of this model do."""
+    name = type(model).__name__
+    if new_cache(model, False, longest, 1) is None:
+        warn_once(f"{name} has no static cache here, so that cache_implementation=dynamic is taken")
+        return None
+    for grouped in (True, False) if can_group(transformers_model(model)) else (False,):
+        instead = "its own attention is taken" if grouped else "cache_implementation=dynamic is taken"
+        if decodes(model, partial(new_cache, model, grouped, slots=CHECKED_ROWS), instead):
+            return grouped
+    return None
+
+
 def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
     """Whether token-by-token decoding through a cache, in which a row takes the place of one that has ended, has the
     log-probabilities of one forward pass per text; else it says what is done ``instead``.
@@ -93,8 +105,6 @@ def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
 
 def generates(model: Any) -> bool:
     """Whether the model's own ``generate`` agrees with one forward pass per text when prompts differ in length."""
-    from rl_modules.language.sampling.own_generate import generate
-
     return agrees(model, "generate()", lambda: _compare(model, partial(generate, model)), "")
 
 

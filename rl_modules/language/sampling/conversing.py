@@ -14,11 +14,11 @@ from rl_modules.language.architecture import max_length, text_config, transforme
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import Parked, RowCache
-from rl_modules.language.sampling import native
 from rl_modules.language.sampling.check import cache_for
 from rl_modules.language.sampling.decode import _ROOM, Decoding, Prompts, Record, Waiting, _Live
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings
+from rl_modules.language.sampling.request import check_request, completions_from, plain_layers, rows_in_flight
 from rl_modules.language.sampling.turns import Further, Partner
 
 
@@ -162,25 +162,27 @@ class Conversing(Decoding):
 
 
 def converse_natively(
-    sampler: native.NativeSampler,
+    model: Any,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     settings: SamplingSettings,
     partner: Partner,
+    max_rows_in_flight: int | None,
+    graph_memory: float,
 ) -> Completions | None:
     """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
-    model, whole = sampler.model, settings.max_completion_length
+    whole = settings.max_completion_length
     config = text_config(model.config)
-    native.check_request(
+    check_request(
         prompts, 1, whole, list(settings.eos_token_id), seeds, positions := max_length(config), config.vocab_size
     )
     device = next(model.parameters()).device
     if is_sharded(model) or device.type == "mps":
         return None
-    at_once = native.rows_in_flight(model, prompts, 1, whole, sampler.max_rows_in_flight, False)
-    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), native.plain_layers(model):
+    at_once = rows_in_flight(model, prompts, 1, whole, max_rows_in_flight, False)
+    with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
         longest = min(max(map(len, prompts)) + whole, positions)
-        cache = cache_for("dynamic", model, longest, False, at_once, sampler.graph_memory)
+        cache = cache_for("dynamic", model, longest, False, at_once, graph_memory)
         if cache is None:
             return None
         batch = Prompts.of(prompts, 1, settings.pad_token_id, device)
@@ -193,4 +195,4 @@ def converse_natively(
         record = Record(limit, ends, settings.pad_token_id, None, keeps)
         conversing = Conversing(model, cache, batch, rule, seeds, record, partner)
         conversing.run(None if at_once >= len(prompts) else at_once)
-        return conversing.completions(native._completions(record, model))
+        return conversing.completions(completions_from(record, model))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import evaluation_mode, on, uncompiled
+from rl_modules.common.modules import evaluation_mode, on
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
+from rl_modules.language.fast.held_graphs import make_room, release
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import CACHES, cache_for, wants_graphs
+from rl_modules.language.sampling.conversing import converse_natively
 from rl_modules.language.sampling.decode import Decoding, Prompts, Record
 from rl_modules.language.sampling.draw import NextToken, uniforms
+from rl_modules.language.sampling.own_generate import generate
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
-
-if TYPE_CHECKING:
-    from rl_modules.language.sampling.turns import Partner
+from rl_modules.language.sampling.request import check_request, completions_from, plain_layers, rows_in_flight
+from rl_modules.language.sampling.turns import Partner
+from rl_modules.language.sharding import gathered_once
 
 
 def sample(
@@ -111,12 +114,10 @@ def sample(
     with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
         cache = cache_for(cache_implementation, model, longest, synced_gpus, at_once, graph_memory)
         if cache is None:
-            from rl_modules.language.sampling.own_generate import generate
-
             generate(model, batch, rule, draws, record, at_once, synced_gpus)
         else:
             Decoding(model, cache, batch, rule, draws, record, synced_gpus).run(at_once)
-        return _completions(record, model)
+        return completions_from(record, model)
 
 
 class NativeSampler(Sampler):
@@ -142,8 +143,6 @@ class NativeSampler(Sampler):
     ) -> Completions:
         whole: AbstractContextManager[None] = nullcontext()
         if sharded := is_sharded(self.model):
-            from rl_modules.language.sharding import gathered_once
-
             whole = gathered_once(self.model)
         with whole:
             return sample(
@@ -163,9 +162,9 @@ class NativeSampler(Sampler):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, partner: Partner
     ) -> Completions | None:
         """Writes completions in turns with the keys and values of earlier turns; None: this model can't."""
-        from rl_modules.language.sampling.conversing import converse_natively
-
-        return converse_natively(self, prompts, seeds, settings, partner)
+        return converse_natively(
+            self.model, prompts, seeds, settings, partner, self.max_rows_in_flight, self.graph_memory
+        )
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model
@@ -173,101 +172,12 @@ class NativeSampler(Sampler):
     def sleep(self) -> None:
         """Frees the graphs where they would not fit beside a training step."""
         if wants_graphs(self.cache_implementation, self.model):
-            from rl_modules.language.fast.held_graphs import make_room
-
             make_room(self.model, self.graph_memory)
 
     def release(self) -> None:
         """Frees the graphs and their caches; the next call captures them again."""
         if wants_graphs(self.cache_implementation, self.model):
-            from rl_modules.language.fast.held_graphs import release
-
             release(self.model)
 
     def close(self) -> None:
         self.release()
-
-
-def _completions(record: Record, model: Any) -> Completions:
-    broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
-    if broken:
-        from rl_modules.language.fast.held_graphs import release
-
-        release(model)  # its keys and values may be NaN, which no mask hides from a later generation
-        raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
-    tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
-    kept, count = record.kept() if record.keeps else (None, None)
-    count = None if count is None else count[:, :longest].clone()
-    return Completions(tokens, log_prob, record.length, record.finished, kept=kept, kept_count=count)
-
-
-@contextmanager
-def plain_layers(model: Any) -> Iterator[None]:
-    """Turns off compiled layers, and the balance loss of experts, which fails if a mask is longer than the tokens."""
-    config = text_config(model.config)
-    asked = getattr(config, "output_router_logits", False)
-    if asked:
-        config.output_router_logits = False
-    try:
-        with uncompiled(model):
-            yield
-    finally:
-        if asked:
-            config.output_router_logits = asked
-
-
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    num_generations: int,
-    max_completion_length: int,
-    stops: list[int],
-    seeds: Sequence[int] | Tensor,
-    longest: int,
-    words: int,
-) -> None:
-    """Refuses requests that no sampler can fulfil: ``longest`` tokens fit into the model, of ``words`` words."""
-    rows = len(prompts) * num_generations
-    mistakes = {
-        "prompts is empty; give at least one list of token ids": len(prompts) == 0,
-        f"num_generations={num_generations} must be 1 or more": num_generations < 1,
-        f"max_completion_length={max_completion_length} must be 1 or more": max_completion_length < 1,
-        "eos_token_id is empty; give at least one token that ends a completion": not stops,
-        f"seeds has {len(seeds)} numbers, but {len(prompts)} prompts and num_generations={num_generations} make {rows} "
-        "rows; give one seed per row": len(seeds) != rows,
-    }
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            mistakes[f"prompt {i} is empty; give it at least one token, such as the tokenizer's BOS"] = True
-        elif len(prompt) >= longest:
-            mistakes[
-                f"prompt {i} has {len(prompt)} tokens, the model takes {longest} with at least one of them new; "
-                "shorten the prompt, or leave it out"
-            ] = True
-        elif not 0 <= min(prompt) <= max(prompt) < words:
-            mistakes[
-                f"prompt {i} has a token id outside of [0, {words}), the model's vocabulary; use the tokenizer "
-                "that the model was trained with"
-            ] = True
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise UsageError(sentence)
-
-
-def rows_in_flight(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    num_generations: int,
-    max_completion_length: int,
-    cap: int | None,
-    synced_gpus: bool,
-) -> int:
-    """Rows to decode together, at least 1."""
-    if cap is not None and cap < 1:
-        raise UsageError(f"max_rows_in_flight={cap} must be at least 1, or null for as many as fit")
-    rows = len(prompts) * num_generations
-    if cap is None and next(model.parameters()).device.type == "cuda":
-        from rl_modules.language.fast.held_graphs import rows_that_fit
-
-        longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
-        cap = rows_that_fit(model, longest, synced_gpus)
-    return rows if cap is None else min(rows, cap)

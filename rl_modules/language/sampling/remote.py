@@ -22,8 +22,9 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling import wire
-from rl_modules.language.sampling.engine import Row, check_engine, completions_of
+from rl_modules.language.sampling.engine import check_engine
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
+from rl_modules.language.sampling.rows import Row, completions_of
 from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, computing_dtype, fingerprint, named_weights
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_modules.language.sampling.engine import Row, completions_of, rows_of
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.rows import Row, completions_of, rows_of
 
 #: Least share of a turn's sampling time that is waited for answers before the rows that have theirs go on.
 _PATIENCE = 0.1

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.draw import mixed
-from rl_modules.language.sampling.engine import Row
-from rl_modules.language.sampling.native import check_request
 from rl_modules.language.sampling.protocol import SamplingSettings
+from rl_modules.language.sampling.request import check_request
+from rl_modules.language.sampling.rows import Row
 from rl_modules.language.sampling.weights import EngineSpec
 
 #: Words of a vocabulary, or a top k, up to which log-probabilities of so many tokens are asked for.

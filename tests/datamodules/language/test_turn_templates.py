@@ -11,8 +11,8 @@ from datamodules.language.encoding import encoder_of
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError
-from rl_modules.language.sampling.engine import completions_of
 from rl_modules.language.sampling.protocol import SamplingSettings
+from rl_modules.language.sampling.rows import completions_of
 from rl_modules.language.sampling.turns import by_turns
 from tests.datamodules.language.test_templates import FOLDER, FOR_PARTS, TEMPLATES, byte_tokenizer
 

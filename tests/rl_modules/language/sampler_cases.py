@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl_modules.language.sampling import NativeSampler, SamplingSettings
-from rl_modules.language.sampling.engine import NativeEngine, Row, rows_of
+from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.remote import ServerSampler
+from rl_modules.language.sampling.rows import Row, rows_of
 from rl_modules.language.sampling.server import Service, make_server
 
 _REAL: list[Any] = []

@@ -23,7 +23,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.fast import graphs as recordings
 from rl_modules.language.fast import graphs, grouped_attention, held_graphs
 from rl_modules.language.lora import add_lora
-from rl_modules.language.sampling import NativeSampler, check, own_generate, sample
+from rl_modules.language.sampling import NativeSampler, check, native, sample
 from rl_modules.language.sampling.engine import EngineSpec, NativeEngine
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_device import DEVICE, fake_device, move
@@ -103,7 +103,7 @@ def fake(monkeypatch):
 def no_fallback(monkeypatch):
     """Fails where a model is decoded by anything but a graph."""
     monkeypatch.setattr(check, "SharedPromptCache", None)
-    monkeypatch.setattr(own_generate, "generate", None)
+    monkeypatch.setattr(native, "generate", None)
 
 
 def by_graphs(model, prompts, **options):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_modules.language.fast import shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import check, decode, own_generate
+from rl_modules.language.sampling import check, decode, native
 from rl_modules.language.sampling.decode import Prompts, Waiting
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.marks import quick
@@ -46,7 +46,7 @@ def counted(model):
 @pytest.mark.parametrize("family", quick(cases.FAMILIES, "qwen2", "gpt2"))
 @pytest.mark.parametrize("cap", [1, 3, 6, 13])
 def test_completions_are_those_of_all_rows_together(family, attention, cap, monkeypatch):
-    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
+    monkeypatch.setattr(native, "generate", None)  # would fail if called
     model = checked(build(family, attention))
     expected = draw(model, PROMPTS, **OPTIONS)
     assert len(set(expected.length.tolist())) > 5

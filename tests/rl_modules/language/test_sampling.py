@@ -21,7 +21,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language.fast import held_graphs, shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import Completions, check, decode, native, own_generate, sample
+from rl_modules.language.sampling import Completions, check, decode, native, request, sample
 
 WORDS, PAD, EOS, POSITIONS = 40, 0, 1, 64
 COMMON = {
@@ -114,7 +114,7 @@ def test_log_probs_equal_a_teacher_forced_forward(family, prompts):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_functions_that_cannot_share_prompts(family, monkeypatch):
-    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
+    monkeypatch.setattr(native, "generate", None)  # would fail if called
     model = build(family, attention="eager")
     completions = draw(model, OF_ALL_LENGTHS)
     assert_log_probs_are_the_models(model, OF_ALL_LENGTHS, completions)
@@ -175,7 +175,7 @@ def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
 
 
 def test_a_window_longer_than_the_text_needs_no_generate(monkeypatch):
-    monkeypatch.setattr(own_generate, "generate", None)  # would fail if called
+    monkeypatch.setattr(native, "generate", None)  # would fail if called
     config = Gemma3TextConfig(**COMMON, head_dim=8, **{**HALF_SLIDING, "sliding_window": 20})
     assert RowCache.for_model(config, 20) is not None
     assert RowCache.for_model(config, 21) is None
@@ -504,11 +504,11 @@ def test_on_a_cuda_device_the_cap_follows_from_its_free_memory(qwen2, monkeypatc
     arguments = [[5] * 5, [9]], 8, 12
     for room, rows in ((1, 1), (2, 2), (3, 3), (5, 4), (7, 6), (8, 8), (11, 8), (12, 12), (15, 12), (16, 16), (99, 16)):
         monkeypatch.setattr(held_graphs, "free_memory", lambda device, room=room: int(per_row * (room + 0.5) / 0.4))
-        assert native.rows_in_flight(there, *arguments, None, False) == rows
-    assert native.rows_in_flight(there, *arguments, 100, False) == 16  # all rows
-    assert native.rows_in_flight(qwen2, *arguments, None, False) == 16
+        assert request.rows_in_flight(there, *arguments, None, False) == rows
+    assert request.rows_in_flight(there, *arguments, 100, False) == 16  # all rows
+    assert request.rows_in_flight(qwen2, *arguments, None, False) == 16
     monkeypatch.setattr(held_graphs, "free_memory", lambda device: 0)
-    assert native.rows_in_flight(there, *arguments, None, False) == 1
+    assert request.rows_in_flight(there, *arguments, None, False) == 1
     with pytest.raises(UsageError, match="max_rows_in_flight=0 must be at least 1"):
         draw(qwen2, SAME_LENGTH, max_rows_in_flight=0)
 
