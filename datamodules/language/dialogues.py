@@ -210,7 +210,7 @@ class _Talk:
         turns = len(row.rewards)
         if done or turns >= self._limits.turns:
             row.ended = "done" if done else "max_turns"
-            return replace(over, finished=done)
+            return replace(over, finished=done and row.last is not None)  # a cut message is truncated
         if not messages:
             self.dialogues.fail(row, ValueError("no messages, and the dialogue is not over"), "step")
             return over
@@ -334,7 +334,7 @@ def dialogue_metrics(written: Completions) -> dict[str, tuple[float, int]]:
     values = {
         "turns": sum(sum(m["role"] == "assistant" for m in d["messages"]) for d in written.dialogues),
         "failed": ends.count("failed"),
-        "truncated": ends.count("max_turns") + ends.count("length"),
+        "truncated": n - int(written.finished.sum()) - ends.count("failed"),
         "tokens_read": float(written.length.sum() - written.written.sum()),
     }
     return {f"environment/{name}": (value / n, n) for name, value in values.items()}

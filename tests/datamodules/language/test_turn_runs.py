@@ -162,6 +162,22 @@ def test_limits_end_dialogues(folder):
     assert int(rollout["length"].max()) <= 16 and "length" in {d["ended"] for d in rollout["dialogues"]}
 
 
+def test_a_dialogue_whose_last_message_is_cut_is_truncated(folder):
+    """Each of 64 dialogues ends after two turns of two characters; the expectation is their last token."""
+    module = module_of(GRPO, folder, mask_truncated_completions=True)
+    seen = rollouts_of(module)
+    trainer = fit(module, data_of(batch_size=64, max_turn_tokens=2, environment_kwargs={"turns": 2}), max_steps=1)
+    (rollout, fields), eos = seen[0], module.tokenizer.eos_token_id
+    last = rollout["tokens"][torch.arange(64), rollout["prompt_length"] + rollout["length"] - 1]
+    assert {dialogue["ended"] for dialogue in rollout["dialogues"]} == {"done"}
+    assert torch.equal(rollout["finished"], last == eos) and int(rollout["finished"].sum()) < 8
+    assert torch.equal(fields["mask"].any(1), last == eos)
+    share = 1 - (last == eos).float().mean().item()
+    metrics = trainer.callback_metrics
+    for name in ("train/completions/clipped_ratio", "train/environment/truncated"):
+        assert float(metrics[name]) == pytest.approx(share)
+
+
 def test_an_evaluation_plays_dialogues(folder):
     data = data_of(n_eval=8, eval_steps=1, eval_on_start=False, eval_temperature=1.0, correct_threshold=0.1)
     module = module_of(GRPO, folder)

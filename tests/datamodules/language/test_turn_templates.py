@@ -121,7 +121,7 @@ def test_no_token_is_made_anew(name, cut, caplog):
         begin = place(ids, part, after)
         after = begin + len(part)
         expected[begin:after] = [True] * len(part)
-    assert mask == expected
+    assert mask == expected and written.finished.tolist() == [not cut]
     assert written.turn[0].tolist() == [0] * len(own[0]) + [1] * (len(ids) - len(own[0]))
     assert [float(x) for x in written.turn_reward[0][written.turn_reward[0] > 0]] == [0.5, 1.0]
     # The tokens that the template has after the answer, where the answer's end was written or not.
