@@ -10,11 +10,16 @@ import torch
 from gymnasium.vector import AutoresetMode
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.collector import Collector, make_collector
+from datamodules.check import check_chosen
+from datamodules.collector import Collector
 from datamodules.environments import Environments
+from datamodules.envs.engines import check_vector
+from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, as_vector
-from datamodules.evaluation import run_episodes, sampling_from, schedule_evaluations
+from datamodules.evaluation import has_time_limit, run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.tensor_collector import TensorCollector
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -167,8 +172,6 @@ class ControlDataModule(Experience):
     def __post_init__(self) -> None:
         hp: Any = self.hparams
         if chosen := chosen_by_checkpoint(self):
-            from datamodules.check import check_chosen
-
             check_chosen(chosen, self.env_id, hp)
         self.env_id = as_vector(self.env_id)
         self.environments = self._described()
@@ -190,17 +193,15 @@ class ControlDataModule(Experience):
             self.environments = self._described()
             self.environments.open()
             if self.environments.makes_vector:
-                from datamodules.envs.engines import check_vector
-
                 check_vector(self.example_env, self)
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
             warn_of_idle(self, self.idle_arguments())
             forget_state(self)
-            self._collector = make_collector(self)
+            self._collector = self.make_collector()
             self._started_at, self._started_s = 0, time.monotonic()
             self.begin_run()
-            schedule_evaluations(self)
+            self._schedule_evaluations()
 
     def _described(self) -> Environments:
         """The environments that the settings describe, which may have been assigned since the last run."""
@@ -300,7 +301,58 @@ class ControlDataModule(Experience):
         """Whether rollouts can contain reset rows, so that the number of transitions differs between ranks."""
         return self.collector.mode == AutoresetMode.NEXT_STEP
 
+    # ---------------------------------------------------------------- the state of all ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of every rank, which a run needs to resume exactly; empty before ``setup("fit")``."""
+        if self._collector is None:
+            return {}
+        return {"num_timesteps": self.num_timesteps, "n_envs": self.n_envs, **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.is_fitting:
+            return
+        if (saved := state_dict.get("n_envs")) != self.n_envs:
+            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")
+        super().load_state_dict(state_dict)
+        self._started_at = state_dict["num_timesteps"]
+        self.learner_trainer.should_stop |= self.is_complete
+
     # ---------------------------------------------------------------- environments and statistics
+
+    def make_collector(self) -> Collector:
+        """Makes what steps the environments of training, and opens these."""
+        envs, kind = self.environments.for_training(self.n_envs), Collector
+        if self.environments.makes_vector or self.environments.has_engine:
+            vector = torch_env(envs)
+            if vector is not None and self.kind == "rollouts" and self.trainer is not None:
+                vector.to(self.trainer.strategy.root_device)
+            if vector is not None or (self.environments.makes_vector and returns_tensors(envs, self.seed)):
+                if self.kind == "replay":
+                    envs = AsArrays(envs)
+                else:
+                    kind = TensorCollector
+        return kind(
+            envs,
+            streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
+            generator_seed=stream_seed(self.seed, self._rank, "actions"),
+            name=self.env_name,
+            normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
+            sign_reward=self.sign_reward,
+            stats_window_size=self.hparams["stats_window_size"],
+            returns_raw=self.kind == "replay",
+        )
+
+    def _make_normalizers(self) -> Normalizers:
+        gamma = self.norm_gamma
+        if gamma is None:
+            gamma = getattr(self.learner, "gamma", 0.99) if self.has_learner else 0.99
+        of_observations = ObservationNormalizer(self.observation_space, self.hparams["clip_obs"])
+        of_rewards = RewardNormalizer(self.n_envs, gamma, self.hparams["clip_reward"])
+        normalizers = Normalizers(of_observations if self.norm_obs else None, of_rewards if self.norm_reward else None)
+        for part in normalizers.parts() if self._world_size > 1 else ():
+            part.track_own()
+        return normalizers
 
     def begin_statistics(self) -> None:
         """Copies the statistics of an earlier run into the normalisers; called before the first collection."""
@@ -355,6 +407,17 @@ class ControlDataModule(Experience):
         return batch
 
     # ---------------------------------------------------------------- evaluation
+
+    def _schedule_evaluations(self) -> None:
+        if self.trainer is None:
+            return
+        if self.eval_freq and self.environments.is_one_vector:
+            rank_zero_warn(
+                f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
+                "give a callable that makes it, or eval_freq=0"
+            )
+        has_limit = has_time_limit(self.example_env)
+        schedule_evaluations(self.trainer, self.eval_freq, self.transitions_per_epoch, self.eval_on_start, has_limit)
 
     def val_dataloader(self) -> Any:
         if self.is_fitting and (not self.eval_freq or self.environments.is_one_vector):

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import tree_leaves, tree_map
-from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays
-from rl_modules.core.checkpoint import like
-from rl_modules.core.state import Stateful
+from rl_modules.core.state import Stateful, like
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +72,6 @@ class ReplayBuffer(Stateful):
         self.filled = 0
         #: Called by :meth:`add` with the rollout and the returned row numbers.
         self.on_added: Callable[[Batch, Tensor, Tensor], None] | None = None
-        # The rows on a device, and the numbers of those that have changed since they were copied there.
-        self._there: dict[str, Any] | None = None
-        self._changed: list[np.ndarray] = []
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +117,6 @@ class ReplayBuffer(Stateful):
         # Rows are filled from 0 on in every ring, so that the longest ring bounds where transitions can be.
         self.filled = self.rows if (head >= self.rows).any() else max(self.filled, int(head.max()) + 1)
         self.head = torch.from_numpy(head % self.rows)
-        self._note_changes(at, blocked)
         changes = torch.from_numpy(at), torch.from_numpy(blocked)
         if self.on_added is not None:
             self.on_added(rollout, *changes)
@@ -153,34 +147,6 @@ class ReplayBuffer(Stateful):
         self.valid.numpy()[(head * self.n_envs + environment)[moves]] = False
         self.head = torch.from_numpy(head)
 
-    # ---------------------------------------------------------------- rows on a device
-
-    def copy_to(self, device: torch.device) -> None:
-        """Also keeps the rows on a device, where :meth:`gather` then takes them from; changes follow with its calls."""
-        self._there = tree_map(lambda x: torch.zeros_like(x, device=device), self._here)
-        self._note_changes(np.arange(self.filled * self.n_envs))
-
-    @property
-    def _here(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("observation", "action", "reward", "terminated", "valid")}
-
-    def _note_changes(self, *rows: np.ndarray) -> None:
-        if self._there is not None:
-            self._changed += rows
-
-    def _rows(self) -> dict[str, Any]:
-        """The rows' fields where transitions are gathered, as they are now."""
-        if self._there is None:
-            return self._here
-        if self._changed:
-            rows = torch.from_numpy(np.unique(np.concatenate(self._changed)))
-            self._changed = []
-            at = rows.to(self._there["reward"].device, non_blocking=True)
-            tree_map(
-                lambda x, y: y.index_copy_(0, at, x[rows].to(y.device, non_blocking=True)), self._here, self._there
-            )
-        return self._there
-
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Returns transitions over up to ``n_steps`` steps from the flat numbers of M valid rows, ``index``:
         observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 after the end), n_steps
@@ -188,29 +154,27 @@ class ReplayBuffer(Stateful):
 
         A transition has fewer steps if its episode or the stored experience ends before; it then bootstraps from there.
         """
-        rows = self._rows()
-        index = index.to(rows["reward"].device, non_blocking=True)
         if n_steps == 1:
-            reward, steps, last = rows["reward"][index, None], torch.ones_like(index), index
+            reward, steps, last = self.reward[index, None], torch.ones_like(index), index
         else:
-            window = (index[:, None] + torch.arange(n_steps, device=index.device) * self.n_envs) % self.total
+            window = (index[:, None] + torch.arange(n_steps) * self.n_envs) % self.total
             # The row after an episode's end, or after the newest transition, is not valid.
-            alive = rows["valid"][window].cumprod(1)
-            reward, steps = torch.where(alive.bool(), rows["reward"][window], 0.0), alive.sum(1)
+            alive = self.valid[window].cumprod(1)
+            reward, steps = torch.where(alive.bool(), self.reward[window], 0.0), alive.sum(1)
             last = (index + (steps - 1) * self.n_envs) % self.total
         successor = (last + self.n_envs) % self.total
         return {
-            "observation": self.observations_at(index, rows["observation"]),
-            "action": rows["action"][index],
+            "observation": self.observations_at(index),
+            "action": self.action[index],
             "reward": reward,
             "n_steps": steps,
-            "terminated": rows["terminated"][last],
-            "next_observation": self.observations_at(successor, rows["observation"]),
+            "terminated": self.terminated[last],
+            "next_observation": self.observations_at(successor),
         }
 
-    def observations_at(self, index: Tensor, stored: Any = None) -> Any:
-        """Observations by their flat numbers, [M, *obs], from all that are ``stored``; None: on the host."""
-        return tree_map(lambda x: x[index], self.observation if stored is None else stored)
+    def observations_at(self, index: Tensor) -> Any:
+        """Observations by their flat numbers, [M, *obs]."""
+        return tree_map(lambda x: x[index], self.observation)
 
     def rows_to_save(self) -> Tensor:
         """Flat numbers of the rows that a checkpoint holds, at least one transition of each environment."""
@@ -255,7 +219,6 @@ class ReplayBuffer(Stateful):
         tree_map(lambda store, x: fill(store, x, "observation"), self.observation, state["observation"])
         for name in self.stores:
             fill(getattr(self, name), state[name], name)
-        self._note_changes(np.arange(self.total))
         self.head = like(state["head"], self.head, "head").clone()
 
 
@@ -264,78 +227,33 @@ def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> Non
     tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)
 
 
-# ---------------------------------------------------------------- the buffer of a run
+def announce_memory(buffer: ReplayBuffer, buffer_size: int, other_bytes: int, local_ranks: int) -> None:
+    """Reports how much memory the buffers of a machine's ranks will take as they are filled.
 
+    Args:
+        buffer: that of this rank.
+        buffer_size: its number of rows as the user gave it.
+        other_bytes: what each rank takes beside its buffer.
+        local_ranks: ranks of this machine.
 
-#: Share of a device's free memory that rows may take there by default.
-DEVICE_SHARE = 0.25
-#: Size of a minibatch's observations up to which sending it takes less time than sending each new row: on an H200, SAC
-#: makes 333 updates per second on Pendulum so, and 313 from the device, TD3 421 and 359.
-SENT_BYTES = 2**17
-
-
-def place_buffer(data: Any) -> None:
-    """Copies a datamodule's buffer to the Trainer's device where ``buffer_device`` asks for it."""
-    device, given = data.learner_trainer.strategy.root_device, data.buffer_device
-    on_host = {
-        "n_sampled_goal": data.hparams.n_sampled_goal,
-        "norm_obs": data.norm_obs,
-        "norm_reward": data.norm_reward,
-    }
-    reading = [name for name, is_used in on_host.items() if is_used]
-    if given == "accelerator" and reading:
-        raise UsageError(
-            f"buffer_device=accelerator draws minibatches on the device, and {reading[0]} changes them on "
-            "the host; leave one of them out"
-        )
-    if given == "auto" and device.type == "cuda" and not reading:
-        fits = data.replay.nbytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
-        drawn = 2 * data.replay.observation_bytes * data.batch_size
-        given = "accelerator" if fits and drawn >= SENT_BYTES else "cpu"
-    if given == "accelerator" and device.type != "cpu":
-        data.replay.copy_to(device)
-
-
-def make_buffer(data: Any) -> ReplayBuffer:
-    """Makes the buffer that a replay datamodule's settings describe."""
-    sizes = (data.observation_space, data.action_space, data.n_envs, data.buffer_size)
-    given = data.hparams
-    if given.n_sampled_goal:
-        from datamodules.hindsight import HindsightReplayBuffer, require_goals
-
-        compute_reward = require_goals(data.observation_space, data.example_env, data.env_name, data.sign_reward)
-        seed = stream_seed(data.seed, data._rank, "goals")
-        buffer: ReplayBuffer = HindsightReplayBuffer(
-            *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed, data.norm_obs
-        )
-    elif data.share_frames:
-        from datamodules.frame_buffer import FrameReplayBuffer
-
-        buffer = FrameReplayBuffer(*sizes)
-    else:
-        buffer = ReplayBuffer(*sizes, double=data.norm_obs)
-    buffer.newest = data.checkpoint_buffer_size
-    return buffer
-
-
-def announce_memory(data: Any, sampler_bytes: int) -> None:
-    """Reports how much memory the buffer and its sampler will take as they are filled; refuses more than there is."""
-    local_ranks = data.trainer.num_devices if data.trainer is not None else 1
-    bound = data.checkpoint_buffer_size
-    needed, free = local_ranks * (data.replay.nbytes + sampler_bytes), available_bytes()
-    if is_bounded := bound is not None and bound < data.buffer_size:
+    Raises:
+        UsageError: more than there is.
+    """
+    bound = buffer.newest
+    needed, free = local_ranks * (buffer.nbytes + other_bytes), available_bytes()
+    if is_bounded := bound is not None and bound < buffer_size:
         # The copy of its newest rows, while a checkpoint is written.
-        needed += local_ranks * data.replay.nbytes * bound // data.buffer_size
+        needed += local_ranks * buffer.nbytes * bound // buffer_size
     needs, has = _readable(needed), _readable(free)
     if needed > free:
         raise UsageError(
-            f"buffer_size={data.buffer_size} needs {needs} of memory, but {has} are free; "
-            f"{int(data.buffer_size * free / needed * 0.8)} would fit"
+            f"buffer_size={buffer_size} needs {needs} of memory, but {has} are free; "
+            f"{int(buffer_size * free / needed * 0.8)} would fit"
         )
     rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
     if is_bounded:
         rank_zero_only(log.info)(
-            f"Checkpoints hold the newest {bound:,} of its {data.buffer_size:,} rows: a run resumed from one "
+            f"Checkpoints hold the newest {bound:,} of its {buffer_size:,} rows: a run resumed from one "
             "lacks the older transitions, and differs from one that was never stopped."
         )
 

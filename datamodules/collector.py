@@ -9,13 +9,14 @@ from torch import Tensor
 
 from datamodules.envs import episodes
 from datamodules.envs.boundary import boundary_of, require_finite
+from datamodules.envs.resumed import resume_episodes
 from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double, tree_map
-from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, to_environment
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted, require_rows
 from rl_modules.core.state import Stateful, persistent
+from rl_modules.state_dependent_noise import exploring_act
 
 if TYPE_CHECKING:  # imported where a policy has a memory, and where something is normalised
     from datamodules.memory import Memory
@@ -221,44 +222,7 @@ class Collector(Stateful):
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
         if self._observation is not None and state.get("vector") is None:
-            from datamodules.envs.resumed import resume_episodes
-
             resume_episodes(self, state["running"])
-
-
-# ---------------------------------------------------------------- the collector of a run
-
-
-def make_collector(data: Any) -> Collector:
-    """Makes the collector that a datamodule's settings describe, with the environments of training."""
-    envs, kind = data.environments.for_training(data.n_envs), Collector
-    if data.environments.makes_vector or data.environments.has_engine:
-        from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
-
-        if (vector := torch_env(envs)) is not None and data.kind == "rollouts" and data.trainer is not None:
-            vector.to(data.trainer.strategy.root_device)
-        if vector is not None or (data.environments.makes_vector and returns_tensors(envs, data.seed)):
-            if data.kind == "replay":
-                envs = AsArrays(envs)
-            else:
-                from datamodules.tensor_collector import TensorCollector
-
-                kind = TensorCollector
-    normalizers = None
-    if data.norm_obs or data.norm_reward:
-        from datamodules.normalization import make_normalizers
-
-        normalizers = make_normalizers(data)
-    return kind(
-        envs,
-        streams=[stream_seed(data.seed, data._rank, "train", i) for i in range(data.n_envs)],
-        generator_seed=stream_seed(data.seed, data._rank, "actions"),
-        name=data.env_name,
-        normalizers=normalizers,
-        sign_reward=data.sign_reward,
-        stats_window_size=data.hparams["stats_window_size"],
-        returns_raw=data.kind == "replay",
-    )
 
 
 # ---------------------------------------------------------------- calls of the algorithm
@@ -268,8 +232,6 @@ def rollout_act(learner: Any) -> Act:
     """Returns what collects one rollout: the algorithm's ``act``, with ``use_sde`` with its noise, in its precision."""
     act: Any = learner.act
     if learner.hparams.get("use_sde"):
-        from rl_modules.state_dependent_noise import exploring_act
-
         act = exploring_act(learner)
     if not is_double(learner):
         return act

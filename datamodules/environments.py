@@ -6,6 +6,9 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from datamodules.envs.foreign import evaluation_vector, require_same_spaces
+from datamodules.envs.masks import VectorWithoutMasks, with_source
+from datamodules.envs.model import transition_model
 from datamodules.envs.vector import (
     IGNORED,
     EnvId,
@@ -121,8 +124,6 @@ class Environments:
         self._made = self._example
         self._mask_source = self.mask_source_of(self._made)
         if self._mask_source is not None:
-            from datamodules.envs.masks import VectorWithoutMasks, with_source  # most environments have none
-
             vector = self.makes_vector
             self._example = VectorWithoutMasks(self._made) if vector else with_source(self._made, self._mask_source)
         warn_of_own_statistics(self._made)
@@ -150,8 +151,6 @@ class Environments:
 
     def transition_model(self) -> Any:
         """Returns the environment's transition table as tensors; None if the environment has none."""
-        from datamodules.envs.model import transition_model  # only tables need it
-
         if self.makes_vector:
             return None
         return transition_model(self._made)
@@ -184,8 +183,6 @@ class Environments:
     def make_for_evaluation(self, n_envs: int) -> VectorEnv:
         """Makes the vector of an evaluation; refuses one with other spaces than that of training."""
         if self.makes_vector:
-            from datamodules.envs.foreign import evaluation_vector
-
             return evaluation_vector(self, make_env(self.env_id, self.eval_env_kwargs))
         envs = make_vector_env(
             self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers, self._mask_source
@@ -195,7 +192,6 @@ class Environments:
         return envs
 
     def _require_same_spaces(self, envs: VectorEnv, evaluates: bool) -> None:
-        from datamodules.envs.foreign import require_same_spaces
 
         require_same_spaces(self, envs, evaluates)
 

@@ -142,29 +142,30 @@ def _allowing_all(observation: Any, which: np.ndarray) -> Any:
 _evaluates_every: WeakKeyDictionary[Trainer, int] = WeakKeyDictionary()
 
 
-def schedule_evaluations(data: Any) -> None:
-    """Lets the Trainer evaluate after every ``eval_freq`` transitions of a datamodule, and at the start."""
-    trainer = data.trainer
-    if trainer is None:
-        return
-    if data.eval_freq and data.environments.is_one_vector:
-        rank_zero_warn(
-            f"{data.env_name} was given as one vector, in which training steps: it is not evaluated; "
-            "give a callable that makes it, or eval_freq=0"
-        )
+def schedule_evaluations(
+    trainer: Trainer, eval_freq: int, transitions_per_epoch: int, on_start: bool | None, has_limit: bool
+) -> None:
+    """Lets a Trainer evaluate after every ``eval_freq`` transitions, and at the start.
+
+    Args:
+        trainer: its own ``check_val_every_n_epoch`` and ``val_check_interval`` take precedence.
+        eval_freq: transitions; 0: no evaluation.
+        transitions_per_epoch: over all environments and ranks.
+        on_start: evaluate before the first update; None: where ``eval_freq`` sets the times and episodes end.
+        has_limit: whether the environment has a time limit.
+    """
     given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
     # Lightning sets no number where the interval is a time.
-    counts = data.eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0
-    starts = counts and has_time_limit(data.example_env) if data.eval_on_start is None else data.eval_on_start
-    evaluate_on_start(trainer, starts and data.eval_freq > 0)
+    counts = eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0
+    starts = counts and has_limit if on_start is None else on_start
+    evaluate_on_start(trainer, starts and eval_freq > 0)
     if counts:
-        count_evaluations(data)
+        count_evaluations(trainer, eval_freq, transitions_per_epoch)
 
 
-def count_evaluations(data: Any, again: bool = False) -> None:
-    """Sets the Trainer's interval of evaluations from ``eval_freq``; ``again``: the length of epochs has changed."""
-    trainer = data.trainer
+def count_evaluations(trainer: Trainer, eval_freq: int, transitions_per_epoch: int, again: bool = False) -> None:
+    """Sets a Trainer's interval of evaluations from ``eval_freq``; ``again``: the length of epochs has changed."""
     if again and trainer.check_val_every_n_epoch != _evaluates_every.get(trainer, -1):
         return
-    every = max(1, round(data.eval_freq / data.transitions_per_epoch))
+    every = max(1, round(eval_freq / transitions_per_epoch))
     trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every

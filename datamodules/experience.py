@@ -9,9 +9,14 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
+from rl_modules.checkpoints import preparation
+from rl_modules.common.checkpoint_file import read_checkpoint
+from rl_modules.common.stored_arguments import building
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared, made
+from rl_modules.core.state import load_state, state_of
+from rl_modules.ranks import gather_ranks, state_of_rank
 
 
 class LazyLoader:
@@ -78,11 +83,7 @@ class Experience(HasParts, Declared, L.LightningDataModule):
             UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
         """
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            from rl_modules.common.checkpoint_file import read_checkpoint
-
             read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
-        from rl_modules.common.stored_arguments import building
-
         with building(cls, kwargs):
             return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 
@@ -98,28 +99,24 @@ class Experience(HasParts, Declared, L.LightningDataModule):
         return {}
 
     def rank_state(self) -> dict[str, Any]:
-        """Returns this rank's part of a checkpoint; a subclass first completes what is under way."""
-        from datamodules.resume import own_state
-
-        return own_state(self)
+        """Returns this rank's part of a checkpoint: what the class declares, and the settings on which it depends; a
+        subclass first completes what is under way.
+        """
+        own = {**state_of(self), "layout": self._layout}
+        prepared = preparation(self.trainer and self.trainer.lightning_module)
+        return {**own, "preparation": prepared} if prepared else own
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state` returned."""
-        from rl_modules.core.checkpoint import load_state
-
         load_state(self, state, self.learner_trainer.strategy.root_device)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of every rank, which a run needs to resume exactly."""
-        from datamodules.resume import state_of_run
-
-        return state_of_run(self)
+        return {"ranks": gather_ranks(self.rank_state(), self._rank, self._world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from datamodules.resume import resume_run
-
         if self.is_fitting:
-            resume_run(self, state_dict)
+            self.load_rank_state(state_of_rank(state_dict["ranks"], self._rank, self._world_size))
 
     # ---------------------------------------------------------------- the run
 

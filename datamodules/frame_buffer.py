@@ -66,10 +66,10 @@ class FrameReplayBuffer(ReplayBuffer):
             "put FrameStackObservation last among the wrappers, or leave share_frames out"
         )
 
-    def observations_at(self, index: Tensor, stored: Any = None) -> Tensor:
+    def observations_at(self, index: Tensor) -> Tensor:
         """Observations by their flat numbers, [M, k, *frame]."""
-        rows = (index[:, None] + self._offsets.to(index.device, non_blocking=True)) % self.total
-        return (self.observation if stored is None else stored)[rows]
+        stored: Tensor = self.observation
+        return stored[(index[:, None] + self._offsets) % self.total]
 
 
 def stack_size(space: spaces.Space) -> int:

@@ -231,17 +231,3 @@ class Normalizers(Stateful):
             tree_map(lambda part, earlier: part and part.take(earlier), self.of_observations.running, saved)
         if self.of_rewards is not None and state["reward"] is not None:
             self.of_rewards.running.take(state["reward"]["running"])
-
-
-def make_normalizers(data: Any) -> Any:
-    """Makes the normalisers that a datamodule's settings describe."""
-    clip_obs, clip_reward, gamma = data.hparams["clip_obs"], data.hparams["clip_reward"], data.norm_gamma
-    if gamma is None:
-        gamma = getattr(data.learner, "gamma", 0.99) if data.has_learner else 0.99
-    normalizers = Normalizers(
-        ObservationNormalizer(data.observation_space, clip_obs) if data.norm_obs else None,
-        RewardNormalizer(data.n_envs, gamma, clip_reward) if data.norm_reward else None,
-    )
-    for part in normalizers.parts() if data._world_size > 1 else ():
-        part.track_own()
-    return normalizers

@@ -15,10 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
-from datamodules.buffers import ReplayBuffer, announce_memory, make_buffer, place_buffer
+from datamodules.buffers import ReplayBuffer, announce_memory
 from datamodules.collector import prepared_by, rollout_act
 from datamodules.experience import LazyLoader
-from datamodules.hindsight import STRATEGIES, check_hindsight
+from datamodules.frame_buffer import FrameReplayBuffer
+from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
@@ -166,13 +167,6 @@ class ReplayDataModule(ControlDataModule):
         attribute="",
         idle=lambda d: not d.hparams["n_sampled_goal"] and "at n_sampled_goal=0; set that to 4",
     )
-    buffer_device: str = setting(
-        default="auto",
-        says="where minibatches are gathered: ``cpu``, or ``accelerator``, from a copy of the buffer on the "
-        "Trainer's device, to which each round's new rows are sent; ``auto``: on CUDA where the copy takes at most a "
-        "quarter of the free memory and a minibatch's observations 128 KiB or more. The draws are the same",
-        one_of=("auto", "cpu", "accelerator"),
-    )
     checkpoint_buffer_size: int | None = setting(
         default=None,
         says="number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
@@ -256,7 +250,7 @@ class ReplayDataModule(ControlDataModule):
                 f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
             )
         try:
-            self.replay = make_buffer(self)
+            self.replay = self.make_buffer()
         except MemoryError as error:
             raise UsageError(f"buffer_size={self.buffer_size}: {error}") from error
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
@@ -270,9 +264,28 @@ class ReplayDataModule(ControlDataModule):
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
         else:
             self.sampler = UniformSampler(self.replay, seed)
-        announce_memory(self, self.sampler.tree.nodes.nbytes if isinstance(self.sampler, PrioritizedSampler) else 0)
+        tree_bytes = self.sampler.tree.nodes.nbytes if isinstance(self.sampler, PrioritizedSampler) else 0
+        local_ranks = self.trainer.num_devices if self.trainer is not None else 1
+        announce_memory(self.replay, self.buffer_size, tree_bytes, local_ranks)
         self.replay.on_added = self._on_added
-        place_buffer(self)
+
+    def make_buffer(self) -> ReplayBuffer:
+        """Makes the buffer of a run from the settings, before its first step."""
+        sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        given: Any = self.hparams
+        if given.n_sampled_goal:
+            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
+            seed = stream_seed(self.seed, self._rank, "goals")
+            strategy = given.goal_selection_strategy
+            buffer: ReplayBuffer = HindsightReplayBuffer(
+                *sizes, compute_reward, given.n_sampled_goal, strategy, seed, self.norm_obs
+            )
+        elif self.share_frames:
+            buffer = FrameReplayBuffer(*sizes)
+        else:
+            buffer = ReplayBuffer(*sizes, double=self.norm_obs)
+        buffer.newest = self.checkpoint_buffer_size
+        return buffer
 
     @property
     def transitions_per_epoch(self) -> int:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from datamodules.base import Batch, ControlDataModule
 from datamodules.collector import prepared_by, rollout_act
+from datamodules.evaluation import count_evaluations
 from datamodules.experience import LazyLoader
+from datamodules.memory import Memory
+from datamodules.overlap import CollectedAhead
+from datamodules.recorded_iteration import RecordedIteration
+from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import generator_of
@@ -95,8 +100,6 @@ class RolloutDataModule(ControlDataModule):
     def begin_run(self) -> None:
         super().begin_run()
         if self.has_learner and hasattr(self.learner, "initial_state"):
-            from datamodules.memory import Memory  # only recurrent policies have one
-
             self.collector.memory = Memory(self.learner)
         self.resolve()
         self.collector.reports_at_once = not self.overlap
@@ -107,7 +110,6 @@ class RolloutDataModule(ControlDataModule):
                 "overlap=True: trainer.precision=64-true changes a setting of the whole process during "
                 "forward passes, which a thread can't share; leave overlap out"
             )
-        from datamodules.overlap import CollectedAhead
 
         collector, device = self.collector, self.learner_trainer.strategy.root_device
         self._ahead = CollectedAhead(lambda act: collector.collect(act, self.n_steps, device))
@@ -201,8 +203,6 @@ class RolloutDataModule(ControlDataModule):
 
     def recorded_iteration(self) -> Any:
         """Returns a rollout and the updates on it as one step of training, for an algorithm with ``graph``."""
-        from datamodules.recorded_iteration import RecordedIteration
-
         self._recorded = RecordedIteration(self)
         return self._recorded
 
@@ -323,10 +323,29 @@ class RolloutDataModule(ControlDataModule):
         return {**state, "fields": None, "order": None} if self.rollout_is_used_up else state
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        from datamodules.resume import resume_rollout
-
         super().load_rank_state(state)
-        resume_rollout(self, state)
+        self._find_position(state["layout"], state.get("preparation", {}))
+
+    def _find_position(self, saved: dict[str, int], prepared_for: dict[str, Any]) -> None:
+        """Finds the minibatch at which a run resumes under the settings that it has now."""
+        is_ahead = self._next is not None
+        if self.hparams["rollouts_per_epoch"] is None and self._position % saved["length"]:
+            # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
+            # began.
+            self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
+            count_evaluations(self.learner_trainer, self.eval_freq, self.transitions_per_epoch, again=True)
+        # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
+        begun = is_ahead and saved["n_steps"] != self.n_steps
+        self._position = resumed_position(self._position, saved, self._layout, begun)
+        half_used = self.has_learner and (self._fields is not None or is_ahead)
+        here = preparation(self.learner) if half_used else {}
+        for name, value in here.items():
+            if (before := prepared_for.get(name, value)) != value:
+                raise UsageError(
+                    f"{name}={value!r} (it has {before!r}): the checkpoint is from the "
+                    "middle of an epoch, and its rollout was prepared for the old setting; resume with that, "
+                    "or from a finished run"
+                )
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

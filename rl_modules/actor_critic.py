@@ -7,12 +7,14 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_sde
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks.actor_critic import ActorCritic
+from rl_modules.networks.custom import CustomActorCritic
 from rl_modules.networks.layers import check_widths
 
 
@@ -76,8 +78,6 @@ class ActorCriticModule(ControlModule):
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
         hp: Any = self.hparams
         if hp.get("network") is not None:
-            from rl_modules.networks.custom import CustomActorCritic  # only users bring one
-
             custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
             return custom
         return ActorCritic(
@@ -130,8 +130,6 @@ class ActorCriticModule(ControlModule):
                 return x
             std, mean = torch.std_mean(x)
         else:
-            from rl_modules import ranks  # only several ranks need it
-
             std, mean = ranks.std_mean(x)
         return (x - mean) / (std + 1e-8)
 
@@ -140,7 +138,5 @@ class ActorCriticModule(ControlModule):
         if self.run.logs_this_epoch:
             if self.run.has_resets:
                 value, returns = value[valid], returns[valid]
-            explain = F.explained_variance
-            if self.run.n_ranks > 1:
-                from rl_modules.ranks import explained_variance as explain  # only several ranks need it
+            explain = F.explained_variance if self.run.n_ranks == 1 else ranks.explained_variance
             self.record_now(explained_variance=explain(value, returns))

@@ -6,11 +6,16 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
+from rl_modules.common.arguments import OWN_NETWORKS
+from rl_modules.common.checkpoint_file import loading
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame
+from rl_modules.core.resume import accumulated_gradients, finish_batch, resume_training
 from rl_modules.core.settings import Declared
 from rl_modules.core.state import GlobalGenerators, Stateful, declared, forget_state, persistent, transient
+from rl_modules.ranks import is_returning
 
 #: Key of the checkpoint in the state dict that a rank returns to the process that started it.
 CHECKPOINT = "checkpoint_of_rank"
@@ -68,8 +73,6 @@ class Algorithm(Declared, L.LightningModule):
 
     def gradients_so_far(self) -> dict[str, Tensor]:
         """Returns the gradients of an unfinished optimizer step by parameter, on the CPU; empty between steps."""
-        from rl_modules.core.resume import accumulated_gradients
-
         return {name: gradient.cpu().clone() for name, gradient in accumulated_gradients(self).items()}
 
     # ---------------------------------------------------------------- parts of hooks
@@ -80,12 +83,10 @@ class Algorithm(Declared, L.LightningModule):
         trainer.callbacks = [*trainer.callbacks, Parts(self)]
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.core.checkpoint import save_run  # as all that only checkpoints need
 
         save_run(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.core.checkpoint import load_run
 
         load_run(self, checkpoint)
 
@@ -100,21 +101,43 @@ class Algorithm(Declared, L.LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
-        from rl_modules.ranks import is_returning, returned
-
         weights = super().state_dict(*args, **kwargs)
         if args or kwargs or "_has_returned" in self.__dict__ or not is_returning(self._trainer):
             return weights
         self.__dict__["_has_returned"] = True
-        return {CHECKPOINT: returned(self, weights)}
+        return {CHECKPOINT: self._returned(weights)}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads weights, or what a rank has returned."""
         if CHECKPOINT not in state_dict:
             return super().load_state_dict(state_dict, strict, assign)
-        from rl_modules.ranks import take_returned
+        return self._take_returned(state_dict[CHECKPOINT])
 
-        return take_returned(self, state_dict[CHECKPOINT])
+    def _returned(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Returns all that a checkpoint holds, and what the run has reached."""
+        checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(self.hparams)}
+        self.on_save_checkpoint(checkpoint)
+        source: Any = getattr(self._trainer, "datamodule", None)
+        metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
+        step = self.trainer.global_step
+        return {**checkpoint, "reached": {"global_step": step, "metrics": metrics, "began_at": self.run.began_at}}
+
+    def _take_returned(self, checkpoint: dict[str, Any]) -> Any:
+        """Loads what a rank has returned; this process has built no network."""
+        self.run.reached = checkpoint["reached"]
+        self.run.began_at = checkpoint["reached"]["began_at"]
+        # Custom networks are those given here: a file of weights, which may have this key, must not select one.
+        for name, value in checkpoint["hyper_parameters"].items():
+            if self.hparams.get(name) is None and name not in OWN_NETWORKS:  # spaces, or a language model's description
+                self.hparams[name] = value
+        # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
+        trainer, self._trainer = self._trainer, None
+        try:
+            self.configure_model()
+            self.on_load_checkpoint(checkpoint)
+            return self.load_state_dict(checkpoint["state_dict"])
+        finally:
+            self._trainer = trainer
 
     # ---------------------------------------------------------------- loading
 
@@ -136,8 +159,6 @@ class Algorithm(Declared, L.LightningModule):
             UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
                 for its network, or weights of another network.
         """
-        from rl_modules.common.checkpoint_file import loading
-
         with loading(cls, checkpoint_path, kwargs):
             return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
 
@@ -145,8 +166,6 @@ class Algorithm(Declared, L.LightningModule):
 def begin_training(module: Any) -> None:
     """Completes what Lightning loads of a checkpoint, right before the first batch."""
     if module.run.resumes:
-        from rl_modules.core.resume import finish_batch, resume_training
-
         resume_training(module)
     module.run.has_begun = True
     # Not earlier, because the preparation of a run may draw from them.

@@ -10,7 +10,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rl_modules import ranks
 from rl_modules.algorithm import CHECKPOINT, Algorithm
+from rl_modules.checkpoints import load, load_initial_weights, save
 from rl_modules.common.arguments import OWN_NETWORKS, Custom, chosen_by_checkpoint, require_callable, to_plain
 from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
@@ -19,11 +21,14 @@ from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.hooks import copy_for_averages
+from rl_modules.core.resume import step_schedulers_of_epochs
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
 from rl_modules.core.settings import made, setting
 from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, clip_grad_norm
+from rl_modules.fast.updates import MeansInPlace
+from rl_modules.networks.imported import require_class
 from rl_modules.run import (
     ControlLoop,
     ControlRun,
@@ -35,6 +40,7 @@ from rl_modules.run import (
     take_spaces,
     write_metrics,
 )
+from rl_modules.state_dependent_noise import check_sde
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -189,8 +195,6 @@ class ControlModule(Algorithm):
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(OWN_NETWORKS):
-            from rl_modules.networks.custom import require_class
-
             require_class(name, self.hparams.get(name))
         if self.hparams.get("network") is not None and self.hparams.get("features_extractor") is not None:
             raise UsageError(
@@ -266,8 +270,6 @@ class ControlModule(Algorithm):
                 copy_for_averages(self)
         if self.is_fitting:
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
-                from rl_modules.checkpoints import load_initial_weights
-
                 load_initial_weights(self, self.hparams["init_from"])  # the target network's among them
             else:
                 begin_target(self)
@@ -287,7 +289,6 @@ class ControlModule(Algorithm):
         self.run.rate_applied = self.learning_rate
         if self.graph:
             self.__dict__.pop("training_step", None)
-            from rl_modules.fast.updates import MeansInPlace  # only recordings need it
 
             self._means = MeansInPlace()
 
@@ -303,8 +304,6 @@ class ControlModule(Algorithm):
                 f"{type(self).__name__} can't act in the action space {self.action_space}; it does {fitting}"
             )
         if self.hparams.get("use_sde"):
-            from rl_modules.state_dependent_noise import check_sde
-
             check_sde(self)
 
     def build_network(self) -> None:
@@ -343,6 +342,13 @@ class ControlModule(Algorithm):
         Args:
             rollout: what :meth:`prepare` returned, flat over its transitions.
         """
+
+    def finish_rollout(self) -> None:
+        """Calls :meth:`end_rollout` where a rollout has no further minibatch, once."""
+        source: Any = self.source
+        if getattr(source, "rollout_is_used_up", False) and self.run.ended_at != source.num_timesteps:
+            self.run.ended_at = source.num_timesteps
+            self.end_rollout(source.rollout)
 
     def forward(self, observation: Any) -> Tensor:
         """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
@@ -467,12 +473,10 @@ class ControlModule(Algorithm):
         return (self.run.logs_this_epoch,)
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.checkpoints import save
 
         save(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        from rl_modules.checkpoints import load
 
         load(self, checkpoint)
 
@@ -509,7 +513,6 @@ class ControlModule(Algorithm):
         """Returns a mean over this rank's ``n`` transitions so that its mean over ranks is that over all of theirs."""
         if self.run.n_ranks == 1 or not self.run.has_resets:
             return loss
-        from rl_modules import ranks  # only several ranks need it
 
         return loss * ranks.rank_weight(n, self.device)
 
@@ -534,8 +537,6 @@ class ControlModule(Algorithm):
 
     def step_schedulers(self) -> None:
         """Steps the schedulers of epochs that are due, as Lightning does under automatic optimization."""
-        from rl_modules.core.resume import step_schedulers_of_epochs
-
         step_schedulers_of_epochs(self)
 
     def trainable_parameters(self) -> Iterable:

@@ -15,14 +15,13 @@ from rl_modules.common.stored_arguments import name_of, settings_of
 from rl_modules.contract import Statistics
 from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.fast.adam import class_names
-from rl_modules.run import finish_rollout
 
 
 def save(module: Any, checkpoint: dict[str, Any]) -> None:
     """Adds what a control algorithm needs to resume to Lightning's checkpoint."""
     if module.is_fitting:
         # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
-        finish_rollout(module)
+        module.finish_rollout()
     save_run(module, checkpoint)
     checkpoint["factories"] = factory_names(module)
     checkpoint["env_id"] = getattr(getattr(module._trainer, "datamodule", None), "env_name", None)

@@ -10,7 +10,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed
 
-from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.errors import UsageError
 
 #: The default group and the gloo group made for it; torch drops the second when it destroys the first.
@@ -44,26 +43,6 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
     distributed.all_reduce(squares)
     left, total = squares.to(value.dtype).unbind()
     return torch.where(total == 0, torch.nan, 1 - left / total)
-
-
-def sums_of_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, dict]:
-    """Sums, counts and reduced values of all ranks. A rank may lack a name that another has."""
-    from rl_modules.core.curves import REDUCTIONS
-
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    numbers = {name: (how, float(x)) for name, (how, x) in reduced.items()}
-    distributed.all_gather_object(everyone, (list(sums), numbers))
-    names = list(dict.fromkeys(name for part, _ in everyone for name in part))
-    if names:
-        table = torch.tensor([sums.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=device)
-        distributed.all_reduce(table)
-        sums = dict(zip(names, map(tuple, table.tolist()), strict=True))
-    merged: dict[str, tuple[str, Tensor]] = {}
-    for _, part in everyone:
-        for name, (how, number) in part.items():
-            value = torch.tensor(number, dtype=torch.float32)
-            merged[name] = (how, REDUCTIONS[how](merged[name][1], value) if name in merged else value)
-    return sums, merged
 
 
 def rank_weight(n: int, device: torch.device) -> float:
@@ -132,37 +111,6 @@ def is_returning(trainer: Trainer | None) -> bool:
         and launches(trainer)
         and multiprocessing.parent_process() is not None
     )
-
-
-# ---------------------------------------------------------------- what a rank returns to the process that started it
-
-
-def returned(module: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns all that a checkpoint holds, and what the run has reached; Lightning loads it in the other process."""
-    checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(module.hparams)}
-    module.on_save_checkpoint(checkpoint)
-    source: Any = getattr(module._trainer, "datamodule", None)
-    metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
-    step = module.trainer.global_step
-    return {**checkpoint, "reached": {"global_step": step, "metrics": metrics, "began_at": module.run.began_at}}
-
-
-def take_returned(module: Any, checkpoint: dict[str, Any]) -> Any:
-    """Loads what a rank has returned into a module, which has built no network."""
-    module.run.reached = checkpoint["reached"]
-    module.run.began_at = checkpoint["reached"]["began_at"]
-    # Custom networks are those given here: a file of weights, which may have this key, must not select one.
-    for name, value in checkpoint["hyper_parameters"].items():
-        if module.hparams.get(name) is None and name not in OWN_NETWORKS:  # spaces, or a language model's description
-            module.hparams[name] = value
-    # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
-    trainer, module._trainer = module._trainer, None
-    try:
-        module.configure_model()
-        module.on_load_checkpoint(checkpoint)
-        return module.load_state_dict(checkpoint["state_dict"])
-    finally:
-        module._trainer = trainer
 
 
 # ---------------------------------------------------------------- a datamodule's part of a checkpoint

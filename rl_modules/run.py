@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules.algorithm import Run, begin_training
+from rl_modules.checkpoints import check_same_space, require_same_optimizers, warn_of_missing
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
@@ -17,7 +18,10 @@ from rl_modules.core.hooks import OfRun, draw_over, is_cut_off
 from rl_modules.core.seams import check_schedulers
 from rl_modules.core.settings import warn_of_idle
 from rl_modules.core.state import persistent, transient
+from rl_modules.fast.updates import RecordedUpdate
+from rl_modules.loggers import log_settings
 from rl_modules.networks.encoders import extractor_of
+from rl_modules.ranks import episodes_of_all_ranks
 
 
 class ControlRun(Run):
@@ -54,12 +58,8 @@ class ControlLoop(OfRun):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         if trainer.loggers:
-            from rl_modules.loggers import log_settings
-
             log_settings(trainer)
         if module.run.missing_factories:
-            from rl_modules.checkpoints import warn_of_missing
-
             warn_of_missing(module, module.run.missing_factories)
             module.run.missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
@@ -71,8 +71,6 @@ class ControlLoop(OfRun):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         check_schedulers(module)
         if is_loaded := module.run.optimizers_saved is not None:
-            from rl_modules.checkpoints import require_same_optimizers
-
             require_same_optimizers(module)
         module._means.to(module.device)
         module.run.n_ranks = trainer.world_size
@@ -112,7 +110,7 @@ class ControlLoop(OfRun):
             module.update_schedules(module.progress_remaining)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        finish_rollout(module)
+        module.finish_rollout()
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         if module.is_fitting:
@@ -151,8 +149,6 @@ class ControlLoop(OfRun):
 def recorded_step(module: Any) -> Any:
     """Returns what replaces ``training_step`` under ``graph=True``."""
     if module.experience.kind == "replay":
-        from rl_modules.fast.updates import RecordedUpdate
-
         return RecordedUpdate(module)
     return module.source.recorded_iteration()
 
@@ -168,8 +164,6 @@ def take_spaces(module: Any) -> None:
         if module.hparams.get(name) is None:
             module.hparams[name] = space_to_dict(space)
         elif module.is_built or module.is_fitting:
-            from rl_modules.checkpoints import check_same_space
-
             mine = space_from_dict(module.hparams[name])
             check_same_space(name, mine, space, type(module).__name__, source.env_name)
 
@@ -211,14 +205,6 @@ def begin_target(module: Any) -> None:
         copies, originals = list(ours), list(theirs)
         if copies and [x.shape for x in copies] == [x.shape for x in originals]:
             torch._foreach_copy_(copies, originals)
-
-
-def finish_rollout(module: Any) -> None:
-    """Calls ``end_rollout`` of an on-policy algorithm where a rollout has no further minibatch, once."""
-    source = module.source
-    if getattr(source, "rollout_is_used_up", False) and module.run.ended_at != source.num_timesteps:
-        module.run.ended_at = source.num_timesteps
-        module.end_rollout(source.rollout)
 
 
 # ---------------------------------------------------------------- curves
@@ -280,8 +266,6 @@ def write_metrics(module: Any, rollout: dict[str, float], step: int) -> None:
 def log_evaluation(module: Any, batch: dict[str, Tensor], prefix: str) -> None:
     """Logs mean and spread of the returns of evaluation episodes, over all ranks."""
     if module.trainer.world_size > 1:
-        from rl_modules.ranks import episodes_of_all_ranks  # only several ranks need it
-
         batch = episodes_of_all_ranks(batch, module.device)
     reward, length = batch["return"], batch["length"]
     metrics = {

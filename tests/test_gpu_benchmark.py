@@ -46,7 +46,7 @@ def test_every_case_runs_at_toy_size(tmp_path, capsys):
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == json.loads(json.dumps(rows))
 
 
-OURS = ["eager", "buffer on the device"]
+OURS = ["eager"]
 
 
 @pytest.mark.parametrize("name", quick(["SAC", "TD3"], "TD3"))

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
+from datamodules.envs.failures import raise_in_one_sentence
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import tree_leaves
 
@@ -82,8 +83,6 @@ class Boundary:
         try:
             return self.envs.reset(**arguments)
         except (Exception, SystemExit) as error:
-            from datamodules.envs.failures import raise_in_one_sentence
-
             raise_in_one_sentence(self.envs, self.name, error)
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -91,8 +90,6 @@ class Boundary:
         try:
             return self.envs.step(action)
         except (Exception, SystemExit) as error:
-            from datamodules.envs.failures import raise_in_one_sentence
-
             raise_in_one_sentence(self.envs, self.name, error)
 
     def finals(self, done: np.ndarray, observation: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from datamodules.envs.tensors import space_of
 from rl_modules.common.errors import UsageError
-from rl_modules.core.checkpoint import pack, unpack
+from rl_modules.core.state import pack, unpack
 
 
 def import_jax() -> Any:

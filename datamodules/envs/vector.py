@@ -10,6 +10,8 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules.envs.episodes import SeededEpisodes
+from datamodules.envs.failures import refuse_environment
+from datamodules.envs.imported import callable_of, register_games, wrap
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size, split_space
 
@@ -69,8 +71,6 @@ def make_env(
             f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which brings its own"
         )
     if wrappers:
-        from datamodules.envs.imported import wrap
-
         env = functools.reduce(wrap, wrappers, env)
     if masks is None:
         return env
@@ -115,8 +115,6 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         return env_id
     factory = None
     if not isinstance(env_id, str) or ":" in env_id:
-        from datamodules.envs.imported import callable_of
-
         factory = callable_of(env_id)
     try:
         if factory is not None:
@@ -128,15 +126,11 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                 )
             return made
         if str(env_id).startswith("ALE/"):
-            from datamodules.envs.imported import register_games
-
             register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        from datamodules.envs.failures import refuse_environment
-
         refuse_environment(name, env_kwargs, error)
 
 

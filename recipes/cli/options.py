@@ -94,7 +94,7 @@ def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     """Returns the sentence for an option that does not exist, with the one that is probably meant."""
     import rl_modules
-    from rl_modules.core.settings import set_by  # loads Lightning, which most commands don't
+    from rl_modules.core.constructors import set_by
 
     if name in rl_modules.__all__ or name.endswith(".yaml"):
         return f"{name!r} is not an option; give it as --{'config' if name.endswith('.yaml') else 'model'} {name}"

@@ -2,6 +2,7 @@
 subclass received. The subclass's constructor may choose arguments and change them before it passes them on.
 """
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rl_modules.common.errors import UsageError
 
@@ -67,6 +69,25 @@ def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
     """Converts a class or callable to its import path with arguments, which a checkpoint may hold."""
     if given is None or isinstance(given, str):
         return given
-    from rl_modules.networks.custom import plain_path  # only users bring one
 
     return plain_path(name, given)
+
+
+def plain_path(name: str, given: Custom) -> dict[str, Any]:
+    """A class or callable as its import path with arguments."""
+    if isinstance(given, dict):
+        if not isinstance(given.get("class_path"), str) or set(given) - {"class_path", "init_args"}:
+            raise UsageError(f"{name}={given!r} must have the key class_path, and perhaps init_args")
+        return given
+    arguments: dict[str, Any] = {}
+    target: Any = given
+    if isinstance(given, functools.partial) and not given.args:
+        target, arguments = given.func, dict(given.keywords)
+    path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
+        raise UsageError(
+            f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
+            "class or function at the first level of a module, or functools.partial of one with keyword "
+            "arguments"
+        )
+    return {"class_path": path, "init_args": arguments}

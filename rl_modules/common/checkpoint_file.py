@@ -16,6 +16,7 @@ from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 
 from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
+from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.common.stored_arguments import building, is_storable, name_of, settings_of
 from rl_modules.core.settings import Declared, takes_own_arguments
 
@@ -295,8 +296,6 @@ def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterat
         UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
             for its network, or weights of another network.
     """
-    from rl_modules.common.foreign_names import refuse_foreign_call
-
     taken = ("map_location", "hparams_file", "strict")
     refuse_foreign_call(cls, (), {name: value for name, value in arguments.items() if name not in taken})
     if checkpoint_path is None:

@@ -140,6 +140,7 @@ INSTEAD = {
     "formatting_func": "columns of the datamodule builds texts from columns, {prompt: '{question}'}; for anything else "
     "map the dataset before",
     "shuffle_dataset": "every pass has an order of its own; streaming=true with streaming_buffer=1 keeps the source's",
+    "buffer_device": "minibatches are gathered on the host and sent to the Trainer's device; leave it out",
     "max_prompt_length": "no prompt is truncated here: overlong=drop of the datamodule leaves out records that are "
     "longer than the model's context, or than max_length where the datamodule has one",
     "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.images import image_channels
 from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
 from rl_modules.common.modules import in_double, is_double, tree_leaves, tree_map
 
@@ -85,10 +86,9 @@ def require_observation(space: spaces.Space, arrays: Any) -> bool:
 
 
 def is_image(space: spaces.Space) -> bool:
-    """Returns whether a convolutional encoder reads the space; :mod:`rl_modules.networks.images` decides."""
+    """Returns whether a convolutional encoder reads the space; :mod:`rl_modules.common.images` decides."""
     if not isinstance(space, spaces.Box) or len(space.shape) not in (2, 3, 4):
         return False
-    from rl_modules.networks.images import image_channels
 
     return image_channels(space) is not None
 

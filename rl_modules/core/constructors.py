@@ -4,12 +4,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from rl_modules.common.errors import UsageError
+from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.common.stored_arguments import is_storable, name_of
-from rl_modules.core.settings import Given, refuse_unknown
 
 
 def known_annotations(cls: type) -> dict[str, Any]:
@@ -87,3 +89,34 @@ def settle(made: Any, given: dict[str, Any]) -> dict[str, Any]:
         if declared[name].stored and not is_storable(known.received[name]):
             known.objects[name] = name_of(known.received[name])
     return stored
+
+
+@dataclass
+class Given:
+    """What the caller of a constructor gave."""
+
+    #: Names of the arguments.
+    names: list[str]
+    #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
+    objects: dict[str, str] = field(default_factory=dict)
+    #: What ordinary constructors received, by name, before they passed it on.
+    received: dict[str, Any] = field(default_factory=dict)
+
+
+def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:
+    """Refuses arguments that a class sets itself, and those that it does not take."""
+    unknown = given.keys() - inspect.signature(cls.__init__).parameters
+    for name in unknown:
+        if instead := set_by(cls, name):
+            raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; {instead}")
+    if unknown - cls.declared_settings.keys() or (args and isinstance(args[0], str) and args[0].endswith("Policy")):
+        refuse_foreign_call(cls, args, given)
+
+
+def set_by(cls: type, name: str) -> str:
+    """Returns what a caller may do who gives an argument that the class sets itself; "" for any other name."""
+    for base in cls.__mro__:
+        theirs, fixed_here, _ = vars(base).get("_own_settings", ({}, {}, ()))
+        if name in theirs or fixed_here.get(name):
+            return str(fixed_here.get(name, ""))
+    return ""

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._compile import _disable_dynamo
 
 from rl_modules.common.errors import UsageError
+from rl_modules.loggers import adapters
 
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -73,8 +74,6 @@ class Means:
                 before, count = sums.get(name, (0.0, 0.0))
                 sums[name] = (before + total, count + more)
         if trainer is not None and trainer.world_size > 1:
-            from rl_modules.ranks import sums_of_ranks
-
             sums, reduced = sums_of_ranks(sums, reduced, trainer.strategy.root_device)
         means = {name: total / count for name, (total, count) in sums.items() if count > 0}
         return {**means, **{name: float(value) for name, (_, value) in reduced.items()}}
@@ -115,7 +114,6 @@ def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
     """Writes one point of each curve to each logger, the learning curve's also before the others."""
     if not trainer.loggers:
         return
-    from rl_modules.loggers import adapters  # only those who write need them
 
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=place)
@@ -135,3 +133,21 @@ def hand_to_callbacks(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Makes metrics of training known to callbacks; Lightning's ``log_dict`` would take 0.3 ms per name."""
     values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
     trainer.callback_metrics.update(zip(metrics, values, strict=True))
+
+
+def sums_of_ranks(sums: dict, reduced: dict, device: torch.device) -> tuple[dict, dict]:
+    """Sums, counts and reduced values of all ranks. A rank may lack a name that another has."""
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    numbers = {name: (how, float(x)) for name, (how, x) in reduced.items()}
+    distributed.all_gather_object(everyone, (list(sums), numbers))
+    names = list(dict.fromkeys(name for part, _ in everyone for name in part))
+    if names:
+        table = torch.tensor([sums.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=device)
+        distributed.all_reduce(table)
+        sums = dict(zip(names, map(tuple, table.tolist()), strict=True))
+    merged: dict[str, tuple[str, Tensor]] = {}
+    for _, part in everyone:
+        for name, (how, number) in part.items():
+            value = torch.tensor(number, dtype=torch.float32)
+            merged[name] = (how, REDUCTIONS[how](merged[name][1], value) if name in merged else value)
+    return sums, merged

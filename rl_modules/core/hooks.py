@@ -16,6 +16,8 @@ import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from rl_modules.common.checkpoint_file import read_checkpoint, require_plain
+
 #: Framed hooks whose part runs before them.
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
 #: Framed hooks after which ``_after_<hook>`` runs. It writes the points of the curves with what the hook has recorded.
@@ -115,13 +117,11 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        from rl_modules.common.checkpoint_file import require_plain
 
         require_plain(checkpoint)
         super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        from rl_modules.common.checkpoint_file import read_checkpoint  # only loading needs it
 
         if "://" not in str(path):
             read_checkpoint(path, "ckpt_path", ("state_dict", "pytorch-lightning_version"))

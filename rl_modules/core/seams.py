@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import tree_leaves
+from rl_modules.contract import ExperienceSource
 
 #: The datamodule that makes each kind of experience.
 DATAMODULES = {
@@ -37,8 +38,6 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
     # The values of properties are not read, because they may not exist yet.
     parts: Any = ("observation_space", "action_space")
     if fitting:
-        from rl_modules.contract import ExperienceSource
-
         members = (name for name in vars(ExperienceSource) if not name.startswith("_"))
         parts = sorted({*ExperienceSource.__annotations__, *members})
     missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]

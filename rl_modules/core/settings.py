@@ -27,6 +27,7 @@ from typing_extensions import dataclass_transform  # typing has it from Python 3
 from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.schedules import Schedule, parse_schedule
+from rl_modules.core.constructors import Given, known_annotations, recording, refuse_unknown, settle
 from rl_modules.core.state import persistent, transient
 
 #: What should be where another container is given.
@@ -200,18 +201,6 @@ def changed(*, default: Any = ..., **rules: Any) -> Any:
     return _Changed(rules if default is ... else {**rules, "default": default})
 
 
-@dataclass
-class Given:
-    """What the caller of a constructor gave."""
-
-    #: Names of the arguments.
-    names: list[str]
-    #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
-    objects: dict[str, str] = field(default_factory=dict)
-    #: What ordinary constructors received, by name, before they passed it on.
-    received: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, changed, fixed, made, persistent, transient))
 class Declared:
     """Base of modules and datamodules whose arguments are declared in the class's body."""
@@ -231,8 +220,6 @@ class Declared:
         super().__init_subclass__(**kwargs)
         _declare(cls)
         if "__init__" in vars(cls):
-            from rl_modules.core.constructors import recording  # only subclasses of users have an ordinary one
-
             cls.__init__ = recording(vars(cls)["__init__"])  # type: ignore[method-assign]
         elif not takes_own_arguments(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
@@ -283,8 +270,6 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     made.schedules = {}
     stored: dict[str, Any] = {}
     if made._given.received:  # by an ordinary constructor
-        from rl_modules.core.constructors import settle
-
         stored = settle(made, given)
     for name, declared in cls.declared_settings.items():
         value = declared.checked(name, given.get(name, declared.default))
@@ -328,27 +313,6 @@ def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
             rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")
 
 
-def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:
-    """Refuses arguments that a class sets itself, and those that it does not take."""
-    unknown = given.keys() - inspect.signature(cls.__init__).parameters
-    for name in unknown:
-        if instead := set_by(cls, name):
-            raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; {instead}")
-    if unknown - cls.declared_settings.keys() or (args and isinstance(args[0], str) and args[0].endswith("Policy")):
-        from rl_modules.common.foreign_names import refuse_foreign_call
-
-        refuse_foreign_call(cls, args, given)
-
-
-def set_by(cls: type, name: str) -> str:
-    """Returns what a caller may do who gives an argument that the class sets itself; "" for any other name."""
-    for base in cls.__mro__:
-        theirs, fixed_here, _ = vars(base).get("_own_settings", ({}, {}, ()))
-        if name in theirs or fixed_here.get(name):
-            return str(fixed_here.get(name, ""))
-    return ""
-
-
 def takes_own_arguments(cls: type) -> bool:
     """Returns whether a class's constructor is an ordinary one, such as a user's."""
     own = [vars(base)["__init__"] for base in cls.__mro__[: cls.__mro__.index(Declared)] if "__init__" in vars(base)]
@@ -366,8 +330,6 @@ def _declare(cls: Any) -> None:
     try:
         annotations = inspect.get_annotations(cls, eval_str=True)
     except NameError:  # a name of a function's scope, or one that is imported for type checkers alone
-        from rl_modules.core.constructors import known_annotations
-
         annotations = known_annotations(cls)
     declared, fixed_here, introduced = {}, {}, []
     for name, value in list(vars(cls).items()):

@@ -99,12 +99,3 @@ def bounded(exponent: Tensor) -> Tensor:
     In the backward pass a clipped loss multiplies the exponential by 0, and 0 * inf is NaN.
     """
     return exponent.clamp(max=_LARGEST_EXPONENTS[exponent.dtype])
-
-
-def mean_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the mean over the elements that the mask counts; None: over all."""
-    if mask is None:
-        return x.mean()
-    from rl_modules.functional.reductions import masked_mean  # of padded sequences
-
-    return masked_mean(x, mask)

@@ -30,6 +30,7 @@ from rl_modules.functional.checks import (
     require_shape,
     require_tensors,
 )
+from rl_modules.functional.kl import kl_estimate
 from rl_modules.functional.reductions import masked_mean
 
 _LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo")
@@ -168,8 +169,6 @@ def grpo_loss(
     if importance_weight is not None:
         token_loss = token_loss * torch.where(counts, as_constant(importance_weight), 0.0)
     if ref_log_prob is not None and beta:
-        from rl_modules.functional.kl import kl_estimate
-
         kl = kl_estimate(log_prob, torch.where(counts, as_constant(ref_log_prob), 0.0), kl_estimator)
         token_loss = token_loss + beta * (kl * ratio if use_bias_correction_kl else kl)
     return _reduce(token_loss.expand(counts.shape), counts, loss_type, max_completion_length, num_items_in_batch)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_modules.functional.checks import (
-    as_float,
-    mean_of,
-    require_number,
-    require_positive,
-    require_same_shape,
-    require_tensors,
-)
+from rl_modules.functional.checks import as_float, require_number, require_positive, require_same_shape, require_tensors
 from rl_modules.functional.policy import _ratio_and_advantage
+from rl_modules.functional.reductions import mean_of
 
 
 def ppo_penalty_loss(

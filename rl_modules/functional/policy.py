@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import (
-    as_constant,
-    as_float,
-    bounded,
-    mean_of,
-    require_number,
-    require_same_shape,
-)
+from rl_modules.functional.checks import as_constant, as_float, bounded, require_number, require_same_shape
+from rl_modules.functional.reductions import mean_of
 
 
 def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:

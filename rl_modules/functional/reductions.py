@@ -62,3 +62,8 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     variance = centred.square().sum() / (counts.sum() - 1).clamp(min=1)
     whitened = centred * torch.rsqrt(variance + 1e-8)
     return whitened if shift_mean else torch.where(counts, whitened + mean, 0.0)
+
+
+def mean_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the mean over the elements that the mask counts; None: over all."""
+    return x.mean() if mask is None else masked_mean(x, mask)

@@ -6,13 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_modules.functional.checks import (
-    as_constant,
-    as_float,
-    mean_of,
-    require_number,
-    require_same_shape,
-)
+from rl_modules.functional.checks import as_constant, as_float, require_number, require_same_shape
+from rl_modules.functional.reductions import mean_of
 
 
 def value_loss(

@@ -24,7 +24,14 @@ from rl_modules.language.architecture import (
     text_config,
     transformers_model,
 )
+from rl_modules.language.contract import BatchCheck
+from rl_modules.language.experts import check_router_loss
+from rl_modules.language.export import export_model
+from rl_modules.language.fast.cast_weights import cast_together
+from rl_modules.language.fast.kernels import compile_layers, use_liger_kernel
+from rl_modules.language.fast.light_layers import lighten
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
+from rl_modules.language.lora import refuse_biases_of_16_bits
 from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.models import (
     DTYPES,
@@ -48,8 +55,11 @@ from rl_modules.language.optimizer import (
     without_arguments,
     without_warmup,
 )
+from rl_modules.language.precision import adopt_precision, require_float32_masters
+from rl_modules.language.pretrained import check_model_object, prepared, tokenizer_from_dict, tokenizer_name
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_to_dict
+from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -214,14 +224,10 @@ class LanguageModule(LanguageMetrics):
         self.model = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):
-            from rl_modules.language.pretrained import prepared
-
             self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
         if not isinstance(self._given_model, tuple):
             self._given_model = ()
         else:
-            from rl_modules.language.pretrained import check_model_object
-
             check_model_object(self._given_model[0], hp.model_config)
         self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: dict[str, str] = {}
@@ -241,12 +247,8 @@ class LanguageModule(LanguageMetrics):
         if self._tokenizer is None:
             hp: Any = self.hparams
             if hp.description is not None:
-                from rl_modules.language.pretrained import tokenizer_from_dict
-
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             elif self._given_model and hp.tokenizer_name_or_path is None:
-                from rl_modules.language.pretrained import tokenizer_name
-
                 self._tokenizer = load_tokenizer(tokenizer_name(self._given_model[0]))
             else:
                 self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
@@ -279,12 +281,8 @@ class LanguageModule(LanguageMetrics):
         sharding, is_new = adopt_strategy(self._trainer), self.model is None
         is_half = self._trainer is not None and isinstance(self.trainer.precision_plugin, HalfPrecision)
         if is_half:
-            from rl_modules.language.precision import adopt_precision
-
             adopt_precision(self.trainer, hp.lora is not None)
         if hp.lora is not None:
-            from rl_modules.language.lora import refuse_biases_of_16_bits
-
             precision = self.trainer.precision if self.is_fitting else "32-true"
             refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
         if is_new:
@@ -296,12 +294,8 @@ class LanguageModule(LanguageMetrics):
             self.trainer.precision_plugin.convert_module(self)
         if self.is_fitting:
             if is_half or hp.torch_dtype != "float32":
-                from rl_modules.language.precision import require_float32_masters
-
                 require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             if hp.use_liger_kernel:
-                from rl_modules.language.fast.kernels import use_liger_kernel
-
                 use_liger_kernel(self.model, self.trainer.strategy.root_device)
             self.begin_run()
         brings_own_layers = hp.torch_compile or hp.use_liger_kernel
@@ -309,13 +303,9 @@ class LanguageModule(LanguageMetrics):
             if not is_sharded(self.model):
                 sharding.split_models(self, is_new)
         elif is_fast() and not brings_own_layers and self.trainer.strategy.root_device.type != "cpu":
-            from rl_modules.language.fast.light_layers import lighten
-
             lighten(self)
             # Several ranks exchange gradients while others are computed, so they come one by one.
             if self.is_fitting and self.trainer.precision.endswith("-mixed") and self.trainer.world_size == 1:
-                from rl_modules.language.fast.cast_weights import cast_together
-
                 cast_together(self)
         if self.is_fitting and is_new:
             copy_for_averages(self)
@@ -362,16 +352,12 @@ class LanguageModule(LanguageMetrics):
 
         With sharded weights all ranks must call this, and the first writes.
         """
-        from rl_modules.language.export import export_model
-
         return export_model(self.model, self.tokenizer, folder)
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         trainer: Any = self.trainer
         if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
-            from rl_modules.language.contract import BatchCheck
-
             trainer.callbacks = [*trainer.callbacks, BatchCheck()]
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -379,8 +365,6 @@ class LanguageModule(LanguageMetrics):
 
     def _on_fit_start(self) -> None:
         if self.trainer.loggers:
-            from rl_modules.loggers import log_settings
-
             log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
@@ -396,8 +380,6 @@ class LanguageModule(LanguageMetrics):
         if not self.dropout:
             warn_of_noise(self.model)
         if has_router(self.model):
-            from rl_modules.language.experts import check_router_loss
-
             name, given = type(self).__name__, self.hparams["model_config"] or {}
             check_router_loss(self.model, given, name, self.balances_experts)
 
@@ -427,8 +409,6 @@ class LanguageModule(LanguageMetrics):
 
     def _on_train_start(self) -> None:
         if self.hparams["torch_compile"]:
-            from rl_modules.language.fast.kernels import compile_layers
-
             compile_layers(self)
         self.run.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)

@@ -7,15 +7,16 @@ from torch import Tensor
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients
+from rl_modules.language.frozen_weights import add_to, leave_out, require_same_weights
+from rl_modules.language.lora import refuse_other_adapters
 from rl_modules.language.metrics import monitored
 from rl_modules.language.models import is_sharded
+from rl_modules.language.sharding import share, whole
 
 
 def complete(module: Any, checkpoint: dict[str, Any]) -> None:
     """Leaves frozen weights out of a checkpoint; adds the last values of metrics that callbacks monitor."""
     if frozen := module.hparams["description"]["frozen"]:
-        from rl_modules.language.frozen_weights import leave_out
-
         leave_out(module, checkpoint, frozen)
     watched = set() if module._trainer is None else monitored(module.trainer)
     checkpoint["monitored"] = {name: value for name, value in module.latest_metrics.items() if name in watched}
@@ -32,8 +33,6 @@ def add_frozen(module: Any, state_dict: dict[str, Tensor]) -> None:
 def add_frozen_to(module: Any, checkpoint: dict[str, Any]) -> None:
     """Adds the same to a checkpoint of a run that resumes, where they are the weights with which it began."""
     if saved := (settings_of(checkpoint).get("description") or {}).get("frozen", {}):
-        from rl_modules.language.frozen_weights import add_to, require_same_weights
-
         require_same_weights(module._sources, saved, module.hparams)
         add_to(module, checkpoint, saved)
     # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
@@ -46,8 +45,6 @@ def require_same_adapters(module: Any, checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint with adapters for a model without any, and the reverse."""
     saved, own = settings_of(checkpoint), module.hparams["lora"]
     if "lora" in saved and (own is None) != (saved["lora"] is None):
-        from rl_modules.language.lora import refuse_other_adapters
-
         refuse_other_adapters(own, saved["lora"])
 
 
@@ -55,8 +52,6 @@ def gradients_so_far(module: Any) -> dict[str, Tensor]:
     """The gradients of an unfinished step, averaged over ranks, on the CPU."""
     gradients = accumulated_gradients(module)
     if is_sharded(module.model):  # and averaged already
-        from rl_modules.language.sharding import whole
-
         return whole(gradients) if gradients else {}
     # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
     strategy: Any = module._trainer and module.trainer.strategy
@@ -73,6 +68,4 @@ def take_up(module: Any) -> None:
     gradients, parameters = module.run.gradients, dict(module.named_parameters())
     gradients |= {name: g.to(parameters[name].device, parameters[name].dtype) for name, g in gradients.items()}
     if is_sharded(module.model):
-        from rl_modules.language.sharding import share
-
         gradients |= {name: share(gradient, parameters[name]) for name, gradient in gradients.items()}

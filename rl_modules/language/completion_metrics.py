@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.functional.grpo import importance_ratio
 from rl_modules.language.scoring import tokens_written, written_mask
+from rl_modules.loggers import adapters
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,8 +87,6 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
             advantage = F.masked_mean(advantage, written_mask(rollout), 1)
         module.write_completions(rollout, advantage=advantage)
         if module.trainer.loggers and module.trainer.is_global_zero:
-            from rl_modules.loggers import adapters
-
             for adapter in adapters(module.trainer):
                 adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 

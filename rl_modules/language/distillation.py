@@ -15,6 +15,7 @@ from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.judges import in_parts, reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
+from rl_modules.language.sampling.teacher import ServedTeacher
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, logits_by_tiles, written_mask
 
 
@@ -191,8 +192,6 @@ class Distillation(PolicyWithReference):
     @property
     def served_teacher(self) -> Any:
         """The client of the teacher's server; the reverse KL from its likeliest tokens is a lower bound."""
-        from rl_modules.language.sampling.teacher import ServedTeacher
-
         if self._served is None:
             address = self.hparams["teacher_model_server_url"]
             self._served = ServedTeacher(address, self.tokenizer, self.loss_top_k)

@@ -10,8 +10,12 @@ from rl_modules.core.settings import setting
 from rl_modules.language import grpo_checks as checks
 from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import record_clipping, record_generation
+from rl_modules.language.entropy import entropy_terms
+from rl_modules.language.experts import completions_router_loss, router_logits
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
+from rl_modules.language.judges import in_parts, reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
+from rl_modules.language.sampling.correction import importance_weights
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
 
 
@@ -222,13 +226,9 @@ class GRPO(PolicyWithReference):
             fields["advantage"] = turn_advantages(self, rollout)
         passes = rollout.get("passes", {})
         if "passes" not in rollout and (self.rescores or self.beta):
-            from rl_modules.language.judges import in_parts
-
             passes = in_parts(self, rollout, self.evaluate_completions, filtered)
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
-            from rl_modules.language.sampling.correction import importance_weights
-
             fields |= importance_weights(self, fields, rollout["log_prob"])
         if self.beta == 0 and not self.wants_entropy:
             matters = fields["advantage"] != 0
@@ -273,7 +273,6 @@ class GRPO(PolicyWithReference):
             result = dict(zip(("log_prob", "entropy"), found, strict=True))
         if self.beta:
             self.sync_reference()
-            from rl_modules.language.judges import reference_log_probs_of
 
             result["ref_log_prob"] = reference_log_probs_of(self, *text, filtered)
         return result
@@ -315,8 +314,6 @@ class GRPO(PolicyWithReference):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if wants_router_loss(self.model):
-            from rl_modules.language.experts import completions_router_loss, router_logits
-
             with router_logits(self.model) as routers:
                 log_prob, entropy = self.log_probs(batch, entropy=self.wants_entropy)
             balance = completions_router_loss(self, routers[-1], batch)
@@ -328,8 +325,6 @@ class GRPO(PolicyWithReference):
         if entropy is None:
             loss = self.policy_loss(log_prob, batch)
         else:
-            from rl_modules.language.entropy import entropy_terms
-
             batch, bonus = entropy_terms(self, entropy, batch)
             loss = self.policy_loss(log_prob, batch) - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)

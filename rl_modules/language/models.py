@@ -23,6 +23,9 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import require_head, transformers_model
+from rl_modules.language.fast.varlen import NAME
+from rl_modules.language.pretrained import copy_of, directory_of, read_model, require_all_weights, unreadable
+from rl_modules.language.sharding import ShardedStrategy
 
 #: Types of weights.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -103,16 +106,10 @@ def make_model(
         if model_name_or_path is None or is_empty:
             model = _HEADS[head].from_config(config, **options, trust_remote_code=False)
         elif isinstance(model_name_or_path, PreTrainedModel):
-            from rl_modules.language.pretrained import copy_of
-
             model = copy_of(model_name_or_path, config, head, **options)
         else:
-            from rl_modules.language.pretrained import read_model
-
             model, found = read_model(_HEADS[head], model_name_or_path, config, **options)
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
-        from rl_modules.language.pretrained import unreadable
-
         raise UsageError(unreadable(str(name or config.model_type), error)) from error
     if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
         raise UsageError(
@@ -121,8 +118,6 @@ def make_model(
         )
     freeze_unread_parts(model)
     if found is not None:
-        from rl_modules.language.pretrained import require_all_weights
-
         require_all_weights(str(name), model, config, found)
     if gradient_checkpointing:
         from rl_modules.language.fast.kernels import checkpoint_activations
@@ -145,7 +140,6 @@ def attention_name(attn_implementation: str) -> str:
     """Returns the name in transformers of an ``attn_implementation``; ``varlen`` is registered there."""
     if attn_implementation != "varlen":
         return attn_implementation
-    from rl_modules.language.fast.varlen import NAME
 
     return NAME
 
@@ -185,8 +179,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 def sharded_strategy(**arguments: Any) -> Any:
     """Makes the strategy that splits weights over ranks."""
-    from rl_modules.language.sharding import ShardedStrategy
-
     return ShardedStrategy(**arguments)
 
 
@@ -218,8 +210,6 @@ def float32_by_default() -> Iterator[None]:
 def name_or_object(name: str, value: Any) -> Any:
     """A name, or the object in a tuple, because an attribute would become a part of the module."""
     if isinstance(value, str) and value.endswith(".gguf"):
-        from rl_modules.language.pretrained import directory_of
-
         return directory_of(value)
     return value if value is None or isinstance(value, str) or hasattr(value, "__fspath__") else (value,)
 

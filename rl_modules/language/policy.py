@@ -16,8 +16,10 @@ from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_options, make_sampler
 from rl_modules.language.sampling.check import CACHES
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.turns import converse
 from rl_modules.language.scoring import prepare_head, tokens_written
 from rl_modules.language.throughput import Stopwatch
+from rl_modules.loggers import adapters
 
 
 class LanguagePolicy(LanguageModule):
@@ -148,8 +150,6 @@ class LanguagePolicy(LanguageModule):
             if partner is None:
                 written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended)
             else:
-                from rl_modules.language.sampling.turns import converse
-
                 written = converse(self.sampler, prompts, seeds, settings, partner)
             watch.stop()
         if self._trainer is not None and self.trainer.training:
@@ -226,8 +226,6 @@ class LanguagePolicy(LanguageModule):
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
         """Writes a table to every logger that supports tables, at the current optimizer step."""
         if self.trainer.loggers:
-            from rl_modules.loggers import adapters
-
             for adapter in adapters(self.trainer):
                 adapter.write_table(name, columns, rows, self.trainer.global_step)
 

@@ -13,7 +13,11 @@ from rl_modules.common.errors import UsageError, real_number
 from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.language.architecture import plain_config
+from rl_modules.language.judges import build_judges, require_same_reference, scores_of_texts
 from rl_modules.language.policy import LanguagePolicy, with_logged_columns
+from rl_modules.language.rereading import scores_of
+from rl_modules.language.sampling.correction import warn_of_lacking_support
+from rl_modules.language.sampling.support import Filter
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 if TYPE_CHECKING:
@@ -141,8 +145,6 @@ class PolicyWithReference(LanguagePolicy):
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None or self.wants_reference or hp.get("reward_model_name_or_path") is not None:
-            from rl_modules.language.judges import build_judges
-
             build_judges(self, config)
 
     def frozen_arguments(self) -> dict[str, str]:
@@ -232,27 +234,20 @@ class PolicyWithReference(LanguagePolicy):
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
         """Returns the reward model's score of whole texts minus its offset, [b]."""
-        from rl_modules.language.judges import scores_of_texts
-
         return scores_of_texts(self, tokens, prompt_length, length)
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
         """Returns the reward model's score of each completion minus its offset, [B]."""
-        from rl_modules.language.rereading import scores_of
-
         return scores_of(self, rollout)
 
     def filter_of(self, fields: dict[str, Any]) -> "Filter | None":
         """Returns how sampling changed the distribution of completions, for log-probabilities of the same."""
         if "kept" not in fields:
             if self.truncations and not self.lacks_support:
-                from rl_modules.language.sampling.correction import warn_of_lacking_support
-
                 self.lacks_support = True
                 warn_of_lacking_support(self)
             if self.repetition_penalty == 1:
                 return None
-        from rl_modules.language.sampling.support import Filter
 
         return Filter(self.repetition_penalty, fields.get("kept"), fields.get("kept_count"))
 
@@ -269,7 +264,6 @@ class PolicyWithReference(LanguagePolicy):
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
-        from rl_modules.language.judges import require_same_reference
 
         require_same_reference(self, checkpoint)
 

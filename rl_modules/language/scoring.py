@@ -18,6 +18,8 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
+from rl_modules.language.fast.chosen_places import hooked, last_mlp
+from rl_modules.language.models import is_sharded
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter, Process
@@ -143,7 +145,6 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
     inputs = {"use_cache": False, **inputs}
     if not is_fast():
         return model(**inputs).logits.flatten(0, 1)[place].unsqueeze(0)
-    from rl_modules.language.fast.chosen_places import hooked, last_mlp
 
     with hooked(model, place, last_mlp(model)):
         return model(**inputs).logits
@@ -153,7 +154,6 @@ def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[
     """Returns a function from a slice of places to their logits, [1, n, V], and how many places to ask for."""
     if is_large(len(place), model):
         from rl_modules.language.fast.tiled_head import can_tile, tiles_at
-        from rl_modules.language.models import is_sharded
 
         if not is_sharded(model) and can_tile(model):
             return tiles_at(model, place, **inputs)
@@ -212,8 +212,6 @@ def is_large(tokens: int, model: Any) -> bool:
 def prepare_head(model: Any) -> None:
     """Checks now, not with the first batch, which fast paths of the output layer are exact for a model."""
     if is_fast():
-        from rl_modules.language.fast.chosen_places import last_mlp
-
         last_mlp(model)
     if is_large(_LARGE_BATCH, model):
         from rl_modules.language.fast.tiled_head import can_tile

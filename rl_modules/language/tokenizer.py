@@ -7,6 +7,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rl_modules.language.pretrained import prepared, read_tokenizer
+
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -37,7 +39,6 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """
     if name_or_path is None:
         return character_tokenizer()
-    from rl_modules.language.pretrained import prepared, read_tokenizer
 
     return prepared(read_tokenizer(name_or_path), name_or_path)
 

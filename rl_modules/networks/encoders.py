@@ -12,8 +12,11 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.arguments import Custom
+from rl_modules.common.images import pixel_scale
 from rl_modules.common.spaces import is_image
+from rl_modules.networks.features import FeaturesExtractor
 from rl_modules.networks.layers import orthogonal
+from rl_modules.networks.nature_cnn import NatureCNN
 
 _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
 
@@ -31,16 +34,10 @@ def extractor_of(given: Custom | None) -> Iterator[None]:
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
     """Builds the encoder for an observation space, or the user's; its width is ``.out_features``."""
     if (given := _extractor.get()) is not None:
-        from rl_modules.networks.custom import FeaturesExtractor  # only users bring one
-
         return FeaturesExtractor(given, space)
     if isinstance(space, spaces.Box) and is_image(space):
-        from rl_modules.networks.nature_cnn import NatureCNN  # only images need it
-
         return NatureCNN(space, features_dim)
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        from rl_modules.networks.combined import CombinedEncoder
-
         return CombinedEncoder(space)
     return VectorEncoder(space)
 
@@ -53,8 +50,6 @@ class VectorEncoder(nn.Module):
         self.options: list[int] = []
         self.scale = 1.0
         if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
-            from rl_modules.networks.images import pixel_scale
-
             self.scale = pixel_scale(space) or 1.0
         if isinstance(space, spaces.Discrete):
             self.options = [int(space.n)]
@@ -82,3 +77,22 @@ def init_orthogonal(encoder: nn.Module) -> None:
 def encoding_width(encoder: Any) -> int:
     """Width of an encoder's output."""
     return int(encoder.out_features)
+
+
+class CombinedEncoder(nn.Module):
+    """Encodes each part of a Dict or Tuple observation by its own encoder, [B, …] each → [B, out_features]."""
+
+    def __init__(self, space: spaces.Dict | spaces.Tuple, features_dim: int = 256) -> None:
+        super().__init__()
+        parts = space.items() if isinstance(space, spaces.Dict) else ((str(i), part) for i, part in enumerate(space))
+        # A module's name must not contain a dot, but a Dict's key may.
+        self.keys = []
+        self.encoders = nn.ModuleList()
+        for key, part in parts:
+            self.keys.append(key)
+            self.encoders.append(build_encoder(part, features_dim))
+        self.out_features = sum(encoding_width(encoder) for encoder in self.encoders)
+
+    def forward(self, observation: dict[str, Any]) -> Tensor:
+        encoded = [encoder(observation[key]) for key, encoder in zip(self.keys, self.encoders, strict=True)]
+        return torch.cat(encoded, dim=1)

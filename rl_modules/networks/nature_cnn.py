@@ -7,9 +7,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.images import image_shape, pixel_scale
 from rl_modules.common.spaces import is_image
 from rl_modules.fast.relu_mlp import SMALLEST, is_hooked, relu_mlp, takes
-from rl_modules.networks.images import image_shape, pixel_scale
 
 #: Of the convolutions and the last layer, as they are built.
 _TYPES = (*(nn.Conv2d, nn.ReLU) * 3, nn.Flatten, nn.Linear, nn.ReLU)

@@ -21,7 +21,8 @@ from rl_modules import DQN, PPO, SAC, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions import as_distribution
-from rl_modules.networks.custom import CustomActorCritic, FeaturesExtractor, as_floats
+from rl_modules.networks.custom import CustomActorCritic
+from rl_modules.networks.features import FeaturesExtractor, as_floats
 from tests import networks
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts

@@ -18,8 +18,8 @@ from rl_modules.fast.modules import FastTanh
 from rl_modules.fast.relu_mlp import pays
 from rl_modules.networks.actor_critic import ActorCritic
 from rl_modules.networks.critics import Critics, ValueNetwork
-from rl_modules.networks.custom import as_floats
 from rl_modules.networks.encoders import build_encoder
+from rl_modules.networks.features import as_floats
 from rl_modules.networks.layers import ParallelMLP
 from rl_modules.networks.nature_cnn import NatureCNN, image_brief
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork

@@ -15,6 +15,7 @@ from rl_modules.fast import is_fast
 from rl_modules.language.architecture import text_config
 from rl_modules.language.critics import scores_at
 from rl_modules.language.fast.self_check import agrees, alone_with, probe_texts, shortest_window, side_by_side
+from rl_modules.language.fast.varlen import inputs_of_texts
 from rl_modules.language.pairs import pair_log_probs, pair_scores
 from rl_modules.language.scoring import logits_at
 
@@ -38,8 +39,6 @@ def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor, boundaries: 
         return inputs
     inputs = {name: value.view(1, -1) for name, value in inputs.items()}
     if "varlen" in model.config._attn_implementation:
-        from rl_modules.language.fast.varlen import inputs_of_texts
-
         inputs |= inputs_of_texts(position_ids, tokens.shape[1], boundaries)
     return inputs
 

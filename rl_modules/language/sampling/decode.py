@@ -15,6 +15,7 @@ from rl_modules.language.architecture import cache_argument, transformers_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.support import packed
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
 _ROOM = 64
@@ -109,8 +110,6 @@ class Record:
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """The tokens that each was drawn from, see :func:`~rl_modules.language.sampling.support.packed`."""
-        from rl_modules.language.sampling.support import packed
-
         row, step, count, ids = (torch.cat(column) for column in zip(*self._kept, strict=True))
         return packed(row, step, count, ids, (len(self.tokens), self.tokens.shape[1]))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.fast import is_fast
+from rl_modules.language.fast.block_draw import draw_by_blocks
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ class NextToken:
             highest = scores.gather(-1, token.unsqueeze(-1)).squeeze(-1)
             return token, torch.where(highest.isnan(), highest, 0.0).float()  # the caller reports NaN
         if is_fast() and not scores.is_cpu:
-            from rl_modules.language.fast.block_draw import draw_by_blocks
-
             return draw_by_blocks(scores, uniform)
         shifted = scores - scores.amax(-1, keepdim=True).float()
         # In float64 the sum over a vocabulary of any size is exact enough for a draw's 52 bits to reach every token.

@@ -16,6 +16,7 @@ from rl_modules.language.architecture import make_config, max_length, text_confi
 from rl_modules.language.models import make_model
 from rl_modules.language.sampling import wire
 from rl_modules.language.sampling.remote import Server
+from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.tokenizer import load_tokenizer
 
 _NUMBER = wire.Within(-1e6, 1e-3, whole=False)
@@ -47,8 +48,6 @@ class TeacherService:
 
     def health(self) -> dict[str, Any]:
         """Returns what every server describes itself by."""
-        from rl_modules.language.sampling.server import PROTOCOL
-
         return {"protocol": PROTOCOL, "model": None, "version": None, "run": None, "untied": False}
 
     @torch.no_grad()

@@ -13,8 +13,7 @@ import torch
 from datamodules import RolloutDataModule
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
-from rl_modules.core.checkpoint import load_state, state_of
-from rl_modules.core.state import Stateful, forget_state, persistent, transient
+from rl_modules.core.state import Stateful, forget_state, load_state, persistent, state_of, transient
 from tests.training import fit
 
 
