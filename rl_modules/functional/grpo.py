@@ -68,8 +68,8 @@ def grpo_loss(
 
     ρ_t = exp(log π - log π_old) per token ("token"), or s = exp of that log-ratio's mean over the sequence's counted
     tokens ("sequence", GSPO), or sg(s) π / sg(π), which is s in value and has the token's own gradient
-    ("sequence_token", GSPO-token: where tokens of a sequence have advantages of their own). A log-ratio whose exponential would be infinite counts as the
-    largest finite one, and receives no gradient.
+    ("sequence_token", GSPO-token: where tokens of a sequence have advantages of their own). A log-ratio whose
+    exponential would be infinite counts as the largest finite one, and receives no gradient.
 
     Args:
         log_prob: log π(y_t) in nats, shape (B, L). The only input that receives gradient.
