@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from rl_modules.checkpoints import preparation
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.stored_arguments import building
+from rl_modules.core.checkpoint import restored_arrays
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared, made
@@ -82,10 +83,13 @@ class Experience(HasParts, Declared, L.LightningDataModule):
             TypeError: called on a datamodule instead of its class.
             UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
         """
+        arrays = {}
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
+            key = "datamodule_hyper_parameters"
+            arrays = restored_arrays(read_checkpoint(checkpoint_path, parts=(key, "pytorch-lightning_version")), key)
         with building(cls, kwargs):
-            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
+            given = {**arrays, **kwargs}
+            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **given)
 
     def _setup(self, stage: str) -> None:
         if self.trainer is not None:

@@ -77,8 +77,8 @@ class ActorCriticModule(ControlModule):
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
         hp: Any = self.hparams
-        if hp.get("network") is not None:
-            custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
+        if self.own_network is not None:
+            custom: Any = CustomActorCritic(self.own_network, self.observation_space, self.action_space, critic)
             return custom
         return ActorCritic(
             self.observation_space,

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.checkpoint_file import loading
 from rl_modules.common.errors import UsageError
-from rl_modules.core.checkpoint import load_run, save_run
+from rl_modules.core.checkpoint import load_run, restored_arrays, save_run
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame
 from rl_modules.core.resume import accumulated_gradients, finish_batch, resume_training
@@ -159,8 +159,9 @@ class Algorithm(Declared, L.LightningModule):
             UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
                 for its network, or weights of another network.
         """
-        with loading(cls, checkpoint_path, kwargs):
-            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
+        with loading(cls, checkpoint_path, kwargs) as saved:
+            given = {**restored_arrays(saved, "hyper_parameters"), **kwargs}
+            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **given)  # type: ignore[misc]
 
 
 def begin_training(module: Any) -> None:

@@ -166,14 +166,14 @@ class ControlModule(Algorithm):
         says="module class or callable that makes the whole network from both spaces: an import path, or class_path "
         "with init_args; None: built from the other arguments",
         kind=Custom | None,
-        attribute="",
+        attribute="own_network",
         check=to_plain,
     )
     features_extractor: Any = setting(
         default=None,
         says="likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
         kind=Custom | None,
-        attribute="",
+        attribute="own_features_extractor",
         check=to_plain,
     )
 
@@ -188,6 +188,9 @@ class ControlModule(Algorithm):
     #: What makes the optimizer and the scheduler; None: the algorithm's.
     optimizer_factory: OptimizerFactory | None = made()
     scheduler_factory: SchedulerFactory | None = made()
+    #: What the arguments ``network`` and ``features_extractor`` name; None: no network of the user's.
+    own_network: ClassVar[Any] = None
+    own_features_extractor: ClassVar[Any] = None
     #: Statistics that normalise observations; the datamodule sets them after every rollout.
     observation_statistics: ClassVar[Statistics] = None
     #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
@@ -196,7 +199,7 @@ class ControlModule(Algorithm):
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(OWN_NETWORKS):
             require_class(name, self.hparams.get(name))
-        if self.hparams.get("network") is not None and self.hparams.get("features_extractor") is not None:
+        if self.own_network is not None and self.own_features_extractor is not None:
             raise UsageError(
                 "network and features_extractor are both given; network is the whole network, with its own features"
             )

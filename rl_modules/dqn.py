@@ -106,7 +106,7 @@ class DQN(ControlModule):
     def build_network(self) -> None:
         self.network = self.make_network()
         if self.is_noisy:
-            if self.hparams.get("network") is not None:
+            if self.own_network is not None:
                 raise UsageError(
                     "noisy=True changes the project's own network; leave it false for a network of yours, "
                     "which may have noisy layers itself"
@@ -123,8 +123,10 @@ class DQN(ControlModule):
         """Builds the network of action values from the hyperparameters."""
         hp: Any = self.hparams
         n_actions, n = int(self.action_space.n), self.n_numbers
-        if hp.get("network") is not None:
-            custom: Any = custom_q_network(hp.network, self.observation_space, *(() if n is None else (n,)), n_actions)
+        if self.own_network is not None:
+            custom: Any = custom_q_network(
+                self.own_network, self.observation_space, *(() if n is None else (n,)), n_actions
+            )
             return custom
         if n is None:
             return QNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn, hp.dueling)

@@ -125,10 +125,10 @@ class OffPolicyActorCritic(ControlModule):
         hp: Any = self.hparams
         pi, qf = tower_widths(self.observation_space, hp.net_arch, ("pi", "qf"), self.default_net_arch)
         bounds = ActionBounds(self.action_space)
-        if hp.get("network") is not None:
+        if self.own_network is not None:
             shape = self.n_critics, self.n_outputs
             self.network = custom_policy_and_critics(
-                hp.network, self.observation_space, self.action_space, bounds, shape, self.policy_is_gaussian
+                self.own_network, self.observation_space, self.action_space, bounds, shape, self.policy_is_gaussian
             )
             self.target_network = self.make_target().requires_grad_(False)
             return

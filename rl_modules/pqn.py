@@ -93,8 +93,8 @@ class PQN(ControlModule):
     def build_network(self) -> None:
         hp: Any = self.hparams
         n_actions = int(self.action_space.n)
-        if hp.get("network") is not None:
-            custom: Any = custom_q_network(hp.network, self.observation_space, n_actions)
+        if self.own_network is not None:
+            custom: Any = custom_q_network(self.own_network, self.observation_space, n_actions)
             self.network = custom
         else:
             self.network = NormalizedQNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn)

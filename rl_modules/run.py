@@ -185,7 +185,7 @@ def build(module: Any) -> None:
     seed = getattr(getattr(module._trainer, "datamodule", None), "seed", 0)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        with extractor_of(hp.get("features_extractor")):
+        with extractor_of(module.own_features_extractor):
             module.build_network()
     if not module.is_built:
         raise UsageError(f"{type(module).__name__}.build_network must set self.network, a torch.nn.Module")

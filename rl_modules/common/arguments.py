@@ -16,6 +16,8 @@ from rl_modules.common.errors import UsageError
 
 #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
 OWN_NETWORKS = ("network", "features_extractor")
+#: Types of the numbers in arrays that torch has too.
+_NUMBERS = np.typecodes["AllInteger"] + "?efdFD"
 #: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
 #: checkpoint, before these replaced them; None: unknown.
 _building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None] = ContextVar("building", default=None)
@@ -28,15 +30,25 @@ def chosen_by_checkpoint(made: Any) -> set[str]:
     return set(names) - given if cls is not None and isinstance(made, cls) else set()
 
 
-def plain(value: Any) -> Any:
-    """Converts to Python's types: numbers and arrays of NumPy and torch, paths; tensors with dimensions stay."""
+def plain(value: Any, into_dicts: bool = True) -> Any:
+    """Converts to Python's types: numbers and arrays of NumPy and torch, paths; tensors with dimensions stay.
+
+    Without ``into_dicts`` the contents of dictionaries stay too: they are arguments of a user's class.
+    """
     if isinstance(value, np.generic | np.ndarray) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         return value.tolist()
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()} if into_dicts else value
     if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
+        return type(value)(plain(item, into_dicts) for item in value)
     return str(value) if isinstance(value, PurePath) else value
+
+
+def has_arrays(value: Any) -> bool:
+    """Returns whether a value contains arrays of numbers, which :func:`plain` makes lists."""
+    if type(value) in (dict, list, tuple):
+        return any(has_arrays(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, np.ndarray) and value.dtype.char in _NUMBERS and value.dtype.isnative
 
 
 # ---------------------------------------------------------------- callables

@@ -289,8 +289,9 @@ def described(value: Any) -> Any:
 
 
 @contextmanager
-def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Checks the file and the arguments that replace its own, from which Lightning builds a module within the context.
+def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Checks the file and the arguments that replace its own, from which Lightning builds a module within the context;
+    gives what the file holds, nothing of a URL's.
 
     Raises:
         UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
@@ -300,7 +301,7 @@ def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterat
     refuse_foreign_call(cls, (), {name: value for name, value in arguments.items() if name not in taken})
     if checkpoint_path is None:
         raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
-    settings = None
+    settings, saved = None, {}
     if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
         saved = read_checkpoint(checkpoint_path)
         settings = settings_of(saved)
@@ -318,7 +319,7 @@ def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterat
                 )
     try:
         with building(cls, arguments, settings):
-            yield
+            yield saved
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise

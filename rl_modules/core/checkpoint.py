@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from rl_modules.common.arguments import has_arrays, plain
 from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
-from rl_modules.core.state import load_state, state_of
+from rl_modules.core.state import load_state, pack, state_of, unpack
 from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
@@ -15,6 +16,10 @@ def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
     trainer, is_whole = module._trainer, module.is_fitting
     keep_earlier_checkpoint(trainer, module.run.has_begun)
     make_loadable(checkpoint, module, getattr(trainer, "datamodule", None))
+    parts = {"hyper_parameters": module, "datamodule_hyper_parameters": getattr(trainer, "datamodule", None)}
+    checkpoint["arrays"] = {
+        key: arrays_among(checkpoint[key], made) for key, made in parts.items() if key in checkpoint
+    }
     checkpoint["algorithm"] = type(module).__name__
     if is_whole and is_cut_off(trainer):
         reopen_epoch(trainer, checkpoint)
@@ -42,4 +47,20 @@ def load_run(module: Any, checkpoint: dict[str, Any]) -> None:
         module.trainer.num_sanity_val_steps = 0  # from an epoch's end Lightning would evaluate again
 
 
-# ---------------------------------------------------------------- declared state
+# ---------------------------------------------------------------- arguments with arrays
+
+
+def arrays_among(stored: dict[str, Any], made: Any) -> dict[str, Any]:
+    """Returns the arguments of an object with their arrays, which stored hyperparameters hold as lists."""
+    given = getattr(made, "_given", None)
+    with_arrays = [] if given is None else [*given.arrays.items(), *given.received.items()]
+    return {
+        name: pack(value)
+        for name, value in with_arrays
+        if has_arrays(value) and repr(plain(value)) == repr(stored.get(name))
+    }
+
+
+def restored_arrays(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns what :func:`arrays_among` did, as the constructor took it."""
+    return unpack(checkpoint.get("arrays", {}).get(key, {}), None, key)

@@ -101,6 +101,8 @@ class Given:
     objects: dict[str, str] = field(default_factory=dict)
     #: What ordinary constructors received, by name, before they passed it on.
     received: dict[str, Any] = field(default_factory=dict)
+    #: Arguments that contain arrays, which are lists among the hyperparameters.
+    arrays: dict[str, Any] = field(default_factory=dict)
 
 
 def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:

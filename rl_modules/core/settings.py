@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import dataclass_transform  # typing has it from Python 3.11 on
 
-from rl_modules.common.arguments import plain
+from rl_modules.common.arguments import has_arrays, plain
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.schedules import Schedule, parse_schedule
 from rl_modules.core.constructors import Given, known_annotations, recording, refuse_unknown, settle
@@ -102,7 +102,7 @@ class Setting:
         Raises:
             UsageError: names the argument, the value, and what would be right.
         """
-        value = plain(value) if self.stored and self.stores is None else value
+        value = plain(value, into_dicts=False) if self.stored and self.stores is None else value
         if isinstance(value, nn.Module) and self.check is None:
             raise UsageError(f"{name} is a {type(value).__name__}; it takes numbers, texts, lists or dictionaries")
         if value is not None or not (type(None) in self.kinds or self.default is None):
@@ -283,6 +283,7 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
         attribute = name if declared.attribute is None else declared.attribute
         if attribute and (declared.computed is None or declared.attribute is not None):
             setattr(made, attribute, value)
+    made._given.arrays = {name: value for name, value in stored.items() if has_arrays(value)}
     keep(made, {name: plain(value) for name, value in stored.items()})
     made.__post_init__()
 

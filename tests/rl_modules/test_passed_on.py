@@ -2,8 +2,12 @@
 the run goes by what was passed on, and a checkpoint leads to the same object again.
 """
 
+import functools
 from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
@@ -13,6 +17,7 @@ from recipes.language import export
 from rl_modules import GRPO, PPO, SAC, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_of
+from tests.networks import Features
 from tests.training import assert_resumes_exactly, fit, rollouts
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -160,6 +165,62 @@ class Teacher(PPO):
         pupil = Square(2 * net_arch)
         super().__init__(net_arch=[net_arch], **ppo)
         self.widths = pupil.hparams["net_arch"]
+
+
+GIVEN: list = []
+
+
+class Scaled(gym.Wrapper):
+    def __init__(self, env, gains):
+        super().__init__(env)
+        GIVEN.append(gains)
+
+
+def make_scaled(options):
+    GIVEN.append(options["gains"][0])
+    return gym.make("CartPole-v1")
+
+
+class Weighted(Features):
+    def __init__(self, observation_space, gains):
+        super().__init__(observation_space)
+        GIVEN.append(gains)
+
+
+class Weighing(PPO):
+    def __init__(self, gains=None, **ppo):
+        super().__init__(**ppo)
+        GIVEN.append(gains)
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_the_user_s_code_gets_the_arrays_that_were_given_also_from_a_checkpoint(by_path, tmp_path):
+    gains = np.array([[1, 2], [3, 4]], np.float32)
+    wrapper = {"class_path": f"{__name__}.Scaled", "init_args": {"gains": gains}}
+    extractor: Any = functools.partial(Weighted, gains=gains)
+    if by_path:
+        extractor = {"class_path": f"{__name__}.Weighted", "init_args": {"gains": gains}}
+    settings = {"env_kwargs": {"options": {"gains": [gains]}}, "wrappers": [wrapper]}
+    GIVEN.clear()
+    model = Weighing(gains=gains, features_extractor=extractor)
+    rows = rollouts(make_scaled, total_timesteps=128, **settings)
+    trainer = fit(model, rows)
+    assert len(GIVEN) >= 4 and all(x is gains for x in GIVEN)
+    assert rows.hparams["env_kwargs"] == {"options": {"gains": [[[1, 2], [3, 4]]]}}
+    assert (
+        model.hparams["features_extractor"]["init_args"]
+        == {"gains": [[1, 2], [3, 4]]}
+        == {"gains": model.hparams["gains"]}
+    )
+    checkpoint = saved(trainer, tmp_path / "run.ckpt")
+    assert checkpoint["hyper_parameters"]["gains"] == [[1, 2], [3, 4]]
+    GIVEN.clear()
+    Weighing.load_from_checkpoint(tmp_path / "run.ckpt")
+    loaded = RolloutDataModule.load_from_checkpoint(tmp_path / "run.ckpt", env_id=make_scaled, wrappers=None)
+    GIVEN.append(loaded.env_kwargs["options"]["gains"][0])
+    assert len(GIVEN) == 3
+    for x in GIVEN:
+        np.testing.assert_array_equal(x, gains, strict=True)
 
 
 def test_a_constructor_may_make_another_module():
