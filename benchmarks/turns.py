@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.sampling import build
+from datamodules.language.chat_template import encoder_of
 from datamodules.language.dialogues import Dialogues, Limits
-from datamodules.language.encoding import encoder_of
 from datamodules.language.environment_calls import EnvironmentCalls
 from rl_modules.language.sampling.native import NativeSampler
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import lightning as L
 
 from datamodules.experience import Experience, evaluate_on_start
-from datamodules.language.sources import notice
+from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 

@@ -8,13 +8,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
 from datamodules.language.arguments import LanguageArguments, evaluate_every
-from datamodules.language.encoding import TextEncoder, encoder_of, reads_alike
+from datamodules.language.chat_template import encoder_of
+from datamodules.language.encoding import TextEncoder, reads_alike
+from datamodules.language.notices import notice
+from datamodules.language.on_demand import task_records
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import EndlessOrder, fitting, notice, place_of, refuse, task_records
+from datamodules.language.sources import EndlessOrder, fitting, place_of, refuse
 from datamodules.language.tasks import make_task
-from datamodules.language.tasks.base import prompt_text, text_of
+from datamodules.language.tasks.answers import prompt_text, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import warn_of_idle

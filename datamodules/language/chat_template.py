@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.encoding import Messages, TextEncoder
+from datamodules.language.notices import notice
 from datamodules.language.rendering import render
-from datamodules.language.sources import notice, place_of
+from datamodules.language.sources import place_of
 from rl_modules.common.errors import UsageError
 
 #: Characters that a message about a difference shows.
@@ -363,3 +364,18 @@ def _by_prefixes(
         refuse_loss(messages[turn], whole)
         written[start:end] = [True] * (end - start)
     return ids, written
+
+
+def encoder_of(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: bool | None = None,
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> "TextEncoder":
+    """Returns the encoder of a tokenizer's texts and, if it has a chat template, of messages; arguments as of the
+    datamodules.
+    """
+    settings = dict(chat_template_kwargs or {})
+    if tokenizer.chat_template is not None or chat_template:
+        return ChatEncoder(tokenizer, system_prompt, settings, chat_template)
+    return TextEncoder(tokenizer, system_prompt, settings)

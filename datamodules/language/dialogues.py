@@ -14,8 +14,8 @@ from datamodules.language.calls import calls_of
 from datamodules.language.chat_template import ChatEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
 from datamodules.language.environments import Message, check_messages, check_step, load_environment, written_message
+from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TooLong
-from datamodules.language.sources import notice
 from datamodules.language.tasks.base import Record
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened

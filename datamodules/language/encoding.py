@@ -5,31 +5,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.sources import notice, place_of
-from datamodules.language.tasks.base import TAGS
+from datamodules.language.notices import notice
+from datamodules.language.sources import place_of
+from datamodules.language.tasks.answers import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
 Messages = list[dict[str, Any]]
-
-
-def encoder_of(
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: bool | None = None,
-    system_prompt: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> "TextEncoder":
-    """Returns the encoder of a tokenizer's texts and, if it has a chat template, of messages; arguments as of the
-    datamodules.
-    """
-    settings = dict(chat_template_kwargs or {})
-    if tokenizer.chat_template is not None or chat_template:
-        from datamodules.language.chat_template import ChatEncoder
-
-        return ChatEncoder(tokenizer, system_prompt, settings, chat_template)
-    return TextEncoder(tokenizer, system_prompt, settings)
 
 
 class TextEncoder:

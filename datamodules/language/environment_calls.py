@@ -13,8 +13,8 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 from datamodules.language.environments import Environment, replayable
+from datamodules.language.event_loop import EventLoop
 from datamodules.language.reward_arguments import TooLong
-from datamodules.language.reward_threads import EventLoop
 from datamodules.language.tools import schema_of
 
 #: Threads that wait for environments at once.

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datamodules.language.notices import notice
 from datamodules.language.on_demand import Placed, ReadByNumber
-from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 
 #: First bytes of a gzipped file.

@@ -1,6 +1,5 @@
 """Conversion of a file's or dataset's row to a record, with checks: prompts, answers, preferences, conversations."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 from datamodules.language.sources import (
     TEXTS,
     PlacedRecord,
+    as_messages,
     as_prompt,
     as_text,
     refuse,
@@ -18,28 +18,6 @@ from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-
-
-def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
-    """Chat messages, checked: each has a role, and text unless it calls tools; other keys are the chat template's."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
-    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
-    for i, message in enumerate(messages):
-        if isinstance(message.get("content"), list):
-            raise UsageError(
-                f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
-                "every algorithm here reads text alone"
-            )
-        text = message.get("content", "" if message.get("tool_calls") else None)
-        if not isinstance(message.get("role"), str) or not isinstance(text, str):
-            raise UsageError(
-                f"{what} is {short(value)}, where text or a list of messages with role and content "
-                f"should be: message {i} lacks one"
-            )
-        messages[i] = {**message, "content": as_text(text, what)}
-        as_text(json.dumps(message, ensure_ascii=False, default=str), what)
-    return messages
 
 
 def as_record(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from datamodules.language.sources import TEXTS, NothingUsable, notice, place_of, task_records
+from datamodules.language.notices import notice
+from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, place_of, short
 from datamodules.language.tasks import Record, Task, make_task
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -120,6 +121,33 @@ def load_records(
 
     records = Records(rows, numbers, to_record)
     return records if as_read else list(records)
+
+
+def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
+    """A task's records, or its preferences where ``rejected`` is required, checked as those of a file."""
+    what = f"task {task.name!r}"
+    try:
+        records = list(task.preferences(split, n) if "rejected" in required else task.records(split, n))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} raised {what_happened(error)} while it made its {split} records") from error
+    if not records and n != 0:
+        raise UsageError(f"{what} has no records in its {split} split")
+    # A number is no answer to the default is_correct, which compares texts.
+    texts = TEXTS if type(task).is_correct is Task.is_correct else TEXTS[1:]
+    return [_checked(record, f"{what}, record {i}", required, texts) for i, record in enumerate(records)]
+
+
+def _checked(record: Any, place: str, required: Sequence[str], texts: Sequence[str]) -> Record:
+    """Returns a task's record with its texts checked."""
+    if not isinstance(record, dict):
+        raise UsageError(f"{place} is {short(record)}, where a dict with {', '.join(required)} should be")
+    for name in required:
+        if record.get(name) is None:
+            raise UsageError(f"{place} has no {name!r}; it has {', '.join(map(str, record))}")
+    given = {name: as_text(record[name], f"{place}: {name!r}") for name in texts if record.get(name) is not None}
+    return {**record, "prompt": as_prompt(record["prompt"], place), **given}
 
 
 class EncodedRecords(ReadByNumber[Record]):

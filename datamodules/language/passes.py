@@ -9,8 +9,9 @@ from torch import Tensor
 
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.notices import notice
 from datamodules.language.sequences import Pairs, Sequences
-from datamodules.language.sources import fitting, notice
+from datamodules.language.sources import fitting
 from datamodules.language.streaming import STREAM_STEPS
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import made

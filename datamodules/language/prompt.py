@@ -10,10 +10,10 @@ from torch import Tensor
 from datamodules.experience import LazyLoader
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import RowLengths, cut, joined_sequences, require_rewards
-from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows

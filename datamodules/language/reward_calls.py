@@ -3,12 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from datamodules.language.event_loop import EventLoop, in_time
+from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import (
     LOGGING,
     RENDERED,
@@ -23,7 +27,6 @@ from datamodules.language.reward_arguments import (
     parameters_of,
     short,
 )
-from datamodules.language.sources import notice
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.core.state import Stateful, persistent
 
@@ -92,9 +95,7 @@ class RewardFunctions(Stateful):
         if self.workers == 1:
             calls = self.score(0, records, completions, completion_ids, self.trainer_state)
         else:
-            from datamodules.language.reward_threads import score_in_parts
-
-            calls = score_in_parts(self, records, completions, completion_ids)
+            calls = self._score_in_parts(records, completions, completion_ids)
         return self.joined(calls, records, completions)
 
     def close(self) -> None:
@@ -103,11 +104,36 @@ class RewardFunctions(Stateful):
             self.loop.close()
 
     @property
-    def loop(self) -> Any:
+    def loop(self) -> EventLoop:
         """The event loop of coroutine functions, made with the first of them, by whichever thread."""
-        from datamodules.language.reward_threads import EventLoop
+        loop: EventLoop = vars(self).setdefault("_loop", EventLoop())
+        return loop
 
-        return vars(self).setdefault("_loop", EventLoop())
+    def _score_in_parts(
+        self,
+        records: Sequence[dict[str, Any]],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None,
+    ) -> list[Call]:
+        """Calls each function on as many parts of a batch as there are workers, of whole prompts and similar sizes."""
+        n = len(records)
+        begins = [i for i in range(1, n) if records[i]["prompt"] != records[i - 1]["prompt"]]
+        cuts = [0]
+        for k in range(1, self.workers):
+            later = [i for i in begins if i > cuts[-1]]
+            if later:
+                cuts.append(min(later, key=lambda i: abs(i - k * n / self.workers)))
+
+        def score(function: int, first: int, stop: int) -> list[Call]:
+            here = slice(first, stop)
+            ids = None if completion_ids is None else completion_ids[here]
+            return self.score(first, records[here], completions[here], ids, self.trainer_state, [function])
+
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
+            calls = [
+                pool.submit(score, function, *part) for function in range(len(self)) for part in pairwise([*cuts, n])
+            ]
+            return [call for found in calls for call in found.result()]
 
     def score(
         self,
@@ -223,8 +249,6 @@ class RewardFunctions(Stateful):
             return log, self.loop.start(partial(func, **part), self.time_limit_s)
         if self.time_limit_s is None:
             return log, partial(func, **part)
-        from datamodules.language.reward_threads import in_time
-
         return log, partial(in_time, func, part, self.loop, self.time_limit_s)
 
     def _scores(

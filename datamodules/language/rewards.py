@@ -19,13 +19,13 @@ from torch import nn
 from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import RewardFunction, Task
 from datamodules.language.tasks.answers import (
+    TAGS,
     answer_of,
-    is_think_and_answer,
     number_at_end,
-    opened_thought,
     reference_text,
+    text_of,
+    think_answer_format,
 )
-from datamodules.language.tasks.base import TAGS, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 
@@ -70,23 +70,6 @@ def last_number(
     Commas between digits do not count. Source: after "flexible-extract" of GSM8K in EleutherAI's lm-evaluation-harness.
     """
     return _compared(completions, answer, lambda text, sought: float(number_at_end(text) == sought.replace(",", "")))
-
-
-def think_answer_format(
-    prompts: Any, completions: Any, completion_ids: Any = None, *, rendered_prompts: Any = None, **columns: Any
-) -> Rewards:
-    """1.0 where the completion is one ``<think>…</think><answer>…</answer>`` and nothing else, 0.0 otherwise.
-
-    A prompt that ends with ``<think>`` as the model reads it, after the chat template, has opened the first part.
-
-    Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
-    """
-    prompts = rendered_prompts or prompts
-    opened = [""] * len(completions) if prompts is None else [opened_thought(prompt) for prompt in prompts]
-    return [
-        float(is_think_and_answer(start + text_of(completion)))
-        for start, completion in zip(opened, completions, strict=True)
-    ]
 
 
 def math_accuracy(
@@ -228,7 +211,7 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
     @functools.cache
     def loaded() -> tuple[Any, Any]:
-        from datamodules.language.encoding import encoder_of
+        from datamodules.language.chat_template import encoder_of
         from rl_modules.language.reward_model import load_reward_model
 
         found = load_reward_model(path)

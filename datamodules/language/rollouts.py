@@ -11,7 +11,7 @@ from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rewards import load_reward_func
 from datamodules.language.tasks import make_task
-from datamodules.language.tasks.base import text_of
+from datamodules.language.tasks.answers import text_of
 from rl_modules.common.errors import UsageError
 
 _REWARD = "rewards/"

@@ -1,26 +1,18 @@
-"""Records of a task, and checks of those of any source, an error naming their place; and their order in training."""
+"""Checks of records of any source, an error naming their place; and their order in training."""
 
-import logging
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from datamodules.language.tasks import Record, Task
-from rl_modules.common.errors import UsageError, visible, what_happened
+from datamodules.language.notices import notice
+from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
-log = logging.getLogger(__name__)
-
+Record = dict[str, Any]
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
-
-
-@rank_zero_only
-def notice(text: str) -> None:
-    """Logs a warning on rank 0, which ``rl fit`` does not silence as it does Lightning's ``rank_zero_info``."""
-    log.warning(visible(text))
 
 
 class NothingUsable(UsageError):
@@ -49,9 +41,29 @@ def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
     """A prompt, text or chat messages, checked."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
-    from datamodules.language.formats import as_messages
-
     return as_messages(value, f"{place}: 'prompt'")
+
+
+def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
+    """Chat messages, checked: each has a role, and text unless it calls tools; other keys are the chat template's."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
+    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
+    for i, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            raise UsageError(
+                f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
+                "every algorithm here reads text alone"
+            )
+        text = message.get("content", "" if message.get("tool_calls") else None)
+        if not isinstance(message.get("role"), str) or not isinstance(text, str):
+            raise UsageError(
+                f"{what} is {short(value)}, where text or a list of messages with role and content "
+                f"should be: message {i} lacks one"
+            )
+        messages[i] = {**message, "content": as_text(text, what)}
+        as_text(json.dumps(message, ensure_ascii=False, default=str), what)
+    return messages
 
 
 def as_text(value: Any, what: str) -> str:
@@ -74,33 +86,6 @@ def short(value: Any) -> str:
     """A value's type and beginning, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
-
-
-def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
-    """A task's records, or its preferences where ``rejected`` is required, checked as those of a file."""
-    what = f"task {task.name!r}"
-    try:
-        records = list(task.preferences(split, n) if "rejected" in required else task.records(split, n))
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{what} raised {what_happened(error)} while it made its {split} records") from error
-    if not records and n != 0:
-        raise UsageError(f"{what} has no records in its {split} split")
-    # A number is no answer to the default is_correct, which compares texts.
-    texts = TEXTS if type(task).is_correct is Task.is_correct else TEXTS[1:]
-    return [_checked(record, f"{what}, record {i}", required, texts) for i, record in enumerate(records)]
-
-
-def _checked(record: Any, place: str, required: Sequence[str], texts: Sequence[str]) -> Record:
-    """Returns a task's record with its texts checked."""
-    if not isinstance(record, dict):
-        raise UsageError(f"{place} is {short(record)}, where a dict with {', '.join(required)} should be")
-    for name in required:
-        if record.get(name) is None:
-            raise UsageError(f"{place} has no {name!r}; it has {', '.join(map(str, record))}")
-    given = {name: as_text(record[name], f"{place}: {name!r}") for name in texts if record.get(name) is not None}
-    return {**record, "prompt": as_prompt(record["prompt"], place), **given}
 
 
 def fitting(

@@ -10,8 +10,9 @@ import torch
 
 from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl, unformatted
 from datamodules.language.formats import as_record
+from datamodules.language.notices import notice
 from datamodules.language.on_demand import Placed
-from datamodules.language.sources import NothingUsable, notice
+from datamodules.language.sources import NothingUsable
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed

@@ -6,7 +6,7 @@ from typing import Any
 
 from datamodules.language.chat_template import ChatEncoder, common_length
 from datamodules.language.encoding import Messages
-from datamodules.language.sources import notice
+from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 
 #: Stands for what a model wrote, of which no tokens are made.

@@ -42,7 +42,7 @@ def encode_again(
             "template; give a reward model with one, or set chat_template=false"
         )
     # Imported here, because the modules can be used without the datamodules.
-    from datamodules.language.encoding import encoder_of
+    from datamodules.language.chat_template import encoder_of
 
     encoder = encoder_of(tokenizer, chat_template=False)
 

@@ -202,7 +202,7 @@ class RewardModel(LanguageModule):
         if self.model is None:
             self.configure_model()
         # Imported here, because the modules can be used without the datamodules.
-        from datamodules.language.encoding import encoder_of
+        from datamodules.language.chat_template import encoder_of
 
         encoded, (answers,) = encoder_of(self.tokenizer, chat_template).answered(prompts, completions)
         ids = [[*prompt, *answer] for prompt, answer in zip(encoded, answers, strict=True)]

@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-from datamodules.language.tasks.base import TAGS, text_of
 from rl_modules.common.errors import UsageError
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
@@ -11,6 +10,19 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # A minus behind a digit or a bracket is one of a difference.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d(?:[\d,]*\d)?(?:\.\d+)?")
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+
+#: Tags of thoughts and answers.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """The text of a completion, which is a string or a list of chat messages (the last one counts)."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt as one text for tables and logs; messages with their roles, a line each."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
 
 
 def answer_of(text: str) -> str | None:
@@ -70,3 +82,20 @@ def opened_thought(prompt: str | list[dict[str, Any]]) -> str:
     """``<think>`` where a prompt, or a message that the model continues, ends with it; else nothing."""
     continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
     return TAGS[0] if continues and text_of(prompt).rstrip().endswith(TAGS[0]) else ""
+
+
+def think_answer_format(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, rendered_prompts: Any = None, **columns: Any
+) -> list[float | None]:
+    """1.0 where the completion is one ``<think>…</think><answer>…</answer>`` and nothing else, 0.0 otherwise.
+
+    A prompt that ends with ``<think>`` as the model reads it, after the chat template, has opened the first part.
+
+    Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
+    """
+    prompts = rendered_prompts or prompts
+    opened = [""] * len(completions) if prompts is None else [opened_thought(prompt) for prompt in prompts]
+    return [
+        float(is_think_and_answer(start + text_of(completion)))
+        for start, completion in zip(opened, completions, strict=True)
+    ]

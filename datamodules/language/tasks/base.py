@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from datamodules.language.tasks.answers import answer_of, text_of, think_and_answer, think_answer_format
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
@@ -123,8 +124,6 @@ class Task:
             raise UsageError(f"solve of task {self.name!r} returned {columns!r}, where a dict with 'answer' should be")
         completion = columns.get("completion", columns.get("answer"))
         if self.think_format and completion is not None:
-            from datamodules.language.tasks.answers import think_and_answer
-
             completion = think_and_answer(self.reasoning(question, columns), completion)
         return {"prompt": self.prompt(question), **columns, "completion": completion}
 
@@ -148,8 +147,6 @@ class Task:
         """Returns reward functions with TRL's signature; the first is the accuracy, in [0, 1]."""
         if not self.think_format:
             return [self.accuracy]
-        from datamodules.language.rewards import think_answer_format
-
         return [self.accuracy, think_answer_format]
 
     def accuracy(
@@ -167,8 +164,6 @@ class Task:
         """Returns the text between ``<answer>`` tags under ``think_format`` (None: no tags), else the completion."""
         if not self.think_format:
             return completion.strip()
-        from datamodules.language.tasks.answers import answer_of
-
         return answer_of(completion)
 
     def extract(self, completion: str) -> str | None:
@@ -257,19 +252,3 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
         return str(found)
 
     return re.sub(r"\{([A-Za-z_]\w*)\}", value, template)
-
-
-# ---------------------------------------------------------------- prompts and completions as text
-
-#: Tags of thoughts and answers.
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-
-def text_of(completion: str | list[dict[str, Any]]) -> str:
-    """The text of a completion, which is a string or a list of chat messages (the last one counts)."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
-
-
-def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt as one text for tables and logs; messages with their roles, a line each."""
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)

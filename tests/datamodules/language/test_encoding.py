@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
-from datamodules.language.encoding import encoder_of
+from datamodules.language.chat_template import encoder_of
 from datamodules.language.formats import as_conversation, as_judgement, as_preference
 from datamodules.language.preference import mismatched
 from rl_modules import GRPO

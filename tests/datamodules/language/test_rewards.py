@@ -17,8 +17,8 @@ import torch
 
 from datamodules import PromptDataModule
 from datamodules.language import mathematics
+from datamodules.language.event_loop import RunEnded
 from datamodules.language.reward_arguments import TrainerState
-from datamodules.language.reward_threads import RunEnded
 from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,

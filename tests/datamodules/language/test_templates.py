@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language import rendering
-from datamodules.language.encoding import encoder_of
+from datamodules.language.chat_template import encoder_of
 from rl_modules.common.errors import UsageError
 
 FOUND = importlib.util.find_spec("trl")

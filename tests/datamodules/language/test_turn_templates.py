@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken
 
+from datamodules.language.chat_template import encoder_of
 from datamodules.language.dialogues import Dialogues, Limits
-from datamodules.language.encoding import encoder_of
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError
