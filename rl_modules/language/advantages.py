@@ -14,7 +14,6 @@ from rl_modules import functional as F
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
-from rl_modules.language.grpo_checks import require_advantages
 
 GroupScores = Callable[[Tensor], Tensor]
 
@@ -105,3 +104,43 @@ def turn_advantages(module: Any, rollout: dict[str, Any]) -> Tensor:
         own = slice(module.global_rank * len(left), (module.global_rank + 1) * len(left))
         columns.insert(0, require_advantages(module.advantages(everyone, rollout["num_generations"]), everyone, 1)[own])
     return torch.stack(columns, 1).gather(1, turn)
+
+
+def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
+    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones."""
+    enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
+    if not enough or len(advantage) != len(reward):
+        raise UsageError(
+            f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
+            f"{width} tokens; return one number per completion [B], or per token [B, L]"
+        )
+    unscored = reward.isnan() if advantage.ndim == 1 else reward.isnan().unsqueeze(1)
+    advantage = torch.where(unscored, 0.0, advantage)
+    if not bool(advantage.isfinite().all()):
+        row = int((~advantage.isfinite()).view(len(reward), -1).any(1).nonzero()[0])
+        raise UsageError(
+            f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
+            "reward of NaN is none, which nanmean leaves out where mean does not"
+        )
+    return advantage
+
+
+def check_scale(name: str, value: Any) -> str:
+    """Returns the word for what rewards are scaled by; true and false are words of TRL."""
+    word = {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+    if word not in ("group", "batch", "none"):
+        raise UsageError(f"{name}={value!r} must be one of group, batch, none")
+    return str(word)
+
+
+def path_of(given: Any) -> str | None:
+    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged."""
+    if given is None or isinstance(given, str):
+        return given
+    path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
+    if not callable(given) or isinstance(given, type) or "<" in path or path.endswith(":"):
+        raise UsageError(
+            f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
+            "function at the first level of a module, or override score_group in a subclass"
+        )
+    return path

@@ -6,13 +6,16 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.pretrained import CLASSES, read_config
 
 #: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
 SMALL = {
@@ -24,8 +27,6 @@ SMALL = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
-#: The classes with a head, by the config's class.
-CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 #: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture.
 _OF_LOADING = {
     "quantization_config",
@@ -72,8 +73,6 @@ def make_config(
         config = copy.deepcopy(model_name_or_path.config)
         config.architectures = [type(model_name_or_path).__name__]  # as `save_pretrained` does
     elif model_name_or_path is not None:
-        from rl_modules.language.pretrained import read_config
-
         config = read_config(model_name_or_path, fields)
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
@@ -274,3 +273,19 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def freeze_unread_parts(model: PreTrainedModel) -> None:
+    """Freezes image and sound encoders, whose weights get no gradient, which data-parallel strategies refuse."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return
+    head = getattr(model, "score", None) or model.get_output_embeddings()
+    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

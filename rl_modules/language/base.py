@@ -17,6 +17,7 @@ from rl_modules.core.settings import made, setting, warn_of_idle
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import (
     has_router,
+    is_sharded,
     make_config,
     max_length,
     plain_config,
@@ -41,7 +42,6 @@ from rl_modules.language.models import (
     check_lora,
     check_quantization,
     float32_by_default,
-    is_sharded,
     make_model,
     name_alone,
     name_or_object,

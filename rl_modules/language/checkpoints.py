@@ -7,10 +7,10 @@ from torch import Tensor
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients
+from rl_modules.language.architecture import is_sharded
 from rl_modules.language.frozen_weights import add_to, leave_out, require_same_weights
 from rl_modules.language.lora import refuse_other_adapters
 from rl_modules.language.metrics import monitored
-from rl_modules.language.models import is_sharded
 from rl_modules.language.sharding import share, whole
 
 

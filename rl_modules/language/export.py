@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import remove_dropout, restore_dropout
+from rl_modules.language.architecture import is_sharded, remove_dropout, restore_dropout
 from rl_modules.language.lora import merged
-from rl_modules.language.models import eos_token_ids, is_sharded
+from rl_modules.language.models import eos_token_ids
 from rl_modules.language.pretrained import PLAIN_AUTO_MAP
 from rl_modules.language.sharding import whole
 

@@ -3,11 +3,21 @@
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
-from rl_modules.language import grpo_checks as checks
+from rl_modules.language.advantages import (
+    IN_GROUPS,
+    check_scale,
+    load_argument,
+    path_of,
+    require_advantages,
+    scores_by,
+    turn_advantages,
+)
 from rl_modules.language.architecture import wants_router_loss
 from rl_modules.language.completion_metrics import record_clipping, record_generation
 from rl_modules.language.entropy import entropy_terms
@@ -17,6 +27,21 @@ from rl_modules.language.judges import in_parts, reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import importance_weights
 from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
+
+
+def without_clip(module: "GRPO") -> str | bool:
+    """The reason why the clip's bounds are idle."""
+    return module.loss_type == "sapo" and "with loss_type='sapo', which does not clip"
+
+
+def without_sapo(module: "GRPO") -> str | bool:
+    """The reason why the temperatures of ``sapo`` are idle."""
+    return module.loss_type != "sapo" and "without loss_type='sapo'; set that"
+
+
+def without_correction(module: "GRPO") -> str | bool:
+    """The reason why the bounds on importance weights are idle."""
+    return module.correction == "none" and "without an importance_sampling_correction; set that"
 
 
 class GRPO(PolicyWithReference):
@@ -50,8 +75,7 @@ class GRPO(PolicyWithReference):
         says="ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)",
         least=0,
         idle=lambda m: (
-            checks.without_clip(m)
-            or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by epsilon_high alone")
+            without_clip(m) or (m.loss_type == "cispo" and "with loss_type='cispo', which bounds by epsilon_high alone")
         ),
     )
     epsilon_high: float | None = setting(
@@ -59,7 +83,7 @@ class GRPO(PolicyWithReference):
         says="ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
         "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)",
         least=0,
-        idle=checks.without_clip,
+        idle=without_clip,
     )
     delta: float | None = setting(
         default=None,
@@ -79,17 +103,17 @@ class GRPO(PolicyWithReference):
         default=1.0,
         says="decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages",
         above=0,
-        idle=checks.without_sapo,
+        idle=without_sapo,
     )
     sapo_temperature_neg: float = setting(
-        default=1.05, says="the same for other advantages", above=0, idle=checks.without_sapo
+        default=1.05, says="the same for other advantages", above=0, idle=without_sapo
     )
     scale_rewards: Any = setting(
         default="group",
         says="divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
         kind=bool | str,
-        check=checks.check_scale,
+        check=check_scale,
         idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves",
     )
     advantage_function: Any = setting(
@@ -99,7 +123,7 @@ class GRPO(PolicyWithReference):
         "Python also the function itself",
         kind=str | None,
         alias="advantages",
-        stores=checks.path_of,
+        stores=path_of,
     )
     importance_sampling_level: str = setting(
         default="token",
@@ -156,10 +180,10 @@ class GRPO(PolicyWithReference):
         one_of=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     importance_sampling_clip_min: float | None = setting(
-        default=None, says="lower bound on ρ; null: none", least=0, idle=checks.without_correction
+        default=None, says="lower bound on ρ; null: none", least=0, idle=without_correction
     )
     importance_sampling_clip_max: float | None = setting(
-        default=3.0, says="upper bound on ρ; null: none", least=0, idle=checks.without_correction
+        default=3.0, says="upper bound on ρ; null: none", least=0, idle=without_correction
     )
     max_completion_length = 512
     learning_rate = 1e-6
@@ -175,10 +199,18 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.refuse_contradictions(self)
+        hp: Any = self.hparams
+        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
+        if self.loss_type == "cispo" and hp.epsilon_high is None:
+            raise UsageError(
+                "epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give one, such "
+                "as 5"
+            )
+        if low is not None and high is not None and low > high:
+            raise UsageError(
+                f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}"
+            )
         if self.advantage_function is not None:
-            from rl_modules.language.advantages import load_argument
-
             self.advantage_function = load_argument(self)
 
     @property
@@ -191,7 +223,20 @@ class GRPO(PolicyWithReference):
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         if stage == "fit":
-            checks.check_run(self)
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""
+        is_own = type(self).advantages is not GRPO.advantages or type(self).score_group is not GRPO.score_group
+        compares = not is_own and (self.advantage_function is None or self.advantage_function in IN_GROUPS)
+        if compares and getattr(getattr(self.trainer, "datamodule", None), "num_generations", 2) < 2:
+            raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+        if self.importance_sampling_level != "token" and self.loss_type != "grpo":
+            rank_zero_warn(
+                f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r} is "
+                "not GSPO, which averages over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and "
+                "epsilon_high=4e-4"
+            )
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -219,10 +264,8 @@ class GRPO(PolicyWithReference):
         everyone = self.gathered(rollout["reward"])
         advantage = self.advantages(everyone, rollout["num_generations"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
-        fields["advantage"] = checks.require_advantages(advantage, everyone, mask.shape[1])[own]
+        fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
-            from rl_modules.language.advantages import turn_advantages
-
             fields["advantage"] = turn_advantages(self, rollout)
         passes = rollout.get("passes", {})
         if "passes" not in rollout and (self.rescores or self.beta):
@@ -255,8 +298,6 @@ class GRPO(PolicyWithReference):
             [P, G]; 0 where nothing was scored.
         """
         if self.advantage_function is not None:
-            from rl_modules.language.advantages import scores_by
-
             return scores_by(self.advantage_function, rewards, self.hparams.get("advantages"))
         return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
@@ -273,7 +314,6 @@ class GRPO(PolicyWithReference):
             result = dict(zip(("log_prob", "entropy"), found, strict=True))
         if self.beta:
             self.sync_reference()
-
             result["ref_log_prob"] = reference_log_probs_of(self, *text, filtered)
         return result
 

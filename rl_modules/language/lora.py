@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import is_storable
-from rl_modules.language.models import freeze_unread_parts
+from rl_modules.language.architecture import freeze_unread_parts
 
 #: Fields of a LoraConfig that do not define the adapters; the model's head decides the task type.
 _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path")
@@ -131,8 +131,6 @@ def _needs_cast(x: Any) -> bool:
 def merged(model: Any) -> PreTrainedModel:
     """Returns a copy of a model with merged adapters; a tied output layer is a weight of its own if it differs."""
     if getattr(model, "is_quantized", False):
-        from rl_modules.language.quantized import with_plain_weights
-
         model = with_plain_weights(model)
     else:
         model = copy.deepcopy(model)
@@ -208,3 +206,25 @@ def check_switched_off(model: Any, lora: dict[str, Any]) -> None:
             f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
             f"adapters, shares: it moves with the policy; set bias=none, or give {remedy}"
         )
+
+
+def with_plain_weights(model: Any) -> Any:
+    """Returns a copy of a model with adapters whose base has, in place of quantized weights, those they stand for."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    network = copy.deepcopy(model).unload()
+    if network.quantization_method == "torchao":
+        for layer in network.modules():
+            if type(getattr(layer, "weight", None)).__module__.startswith("torchao."):
+                layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+        network.hf_quantizer.remove_quantization_config(network)
+    else:
+        network = network.dequantize()
+    network._weight_conversions = [  # those of files with quantized weights can't be reversed
+        conversion
+        for conversion in network._weight_conversions or []
+        if not any("integrations" in type(step).__module__ for step in getattr(conversion, "operations", ()))
+    ]
+    plain = get_peft_model(network, copy.deepcopy(model.peft_config["default"]))
+    set_peft_model_state_dict(plain, get_peft_model_state_dict(model))
+    return plain

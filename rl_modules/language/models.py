@@ -22,9 +22,13 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import require_head, transformers_model
+from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
+from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.fast.varlen import NAME
+from rl_modules.language.frozen_weights import check_sources, describe_sources, source_path
+from rl_modules.language.lora import add_lora, plain_adapters, train_in_float32
 from rl_modules.language.pretrained import copy_of, directory_of, read_model, require_all_weights, unreadable
+from rl_modules.language.quantized import plain_quantization, quantization, require_left_out, require_trainable
 from rl_modules.language.sharding import ShardedStrategy
 
 #: Types of weights.
@@ -44,8 +48,6 @@ def build_models(module: Any, sharding: Any) -> None:
         torch.manual_seed(getattr(getattr(trainer, "datamodule", None), "seed", 0))
         module.build_model(config, module._source if hp.description is None else frozen_source(module, "model."))
     if hp.lora is not None:
-        from rl_modules.language.lora import train_in_float32
-
         train_in_float32(module)
     # Where weights are sharded, the first rank alone has read them.
     describe = partial(_described, module, config)
@@ -55,8 +57,6 @@ def build_models(module: Any, sharding: Any) -> None:
     module._given_model = ()
     module._sources = sources  # of the weights as they were read: a precision may convert them
     if getattr(module.model, "is_quantized", False):
-        from rl_modules.language.quantized import require_left_out
-
         require_left_out(hp.save_frozen_weights, sharding is not None)
     hp["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
@@ -68,7 +68,6 @@ def _described(module: Any, config: Any) -> tuple[dict[str, Any], dict[str, dict
     arguments: Any = module.frozen_arguments() if known is None else description.get("frozen", {})
     if not arguments:
         return description, {}
-    from rl_modules.language.frozen_weights import check_sources, describe_sources
 
     return description, describe_sources(module, arguments) if known is None else check_sources(module, arguments)
 
@@ -95,8 +94,6 @@ def make_model(
     if head == "score":
         config.num_labels = 1
     if quantization_config is not None or hasattr(config, "quantization_config"):
-        from rl_modules.language.quantized import quantization
-
         options |= quantization(config, model_name_or_path, quantization_config, lora)
     # Without storage there is nothing to read: another rank reads the weights and scatters them.
     is_empty = torch.get_default_device().type == "meta"
@@ -120,18 +117,12 @@ def make_model(
     if found is not None:
         require_all_weights(str(name), model, config, found)
     if gradient_checkpointing:
-        from rl_modules.language.fast.kernels import checkpoint_activations
-
         checkpoint_activations(model, gradient_checkpointing)
     if initialize is not None:
         initialize(model)
     if lora is not None:
-        from rl_modules.language.lora import add_lora
-
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
     if getattr(model, "is_quantized", False):
-        from rl_modules.language.quantized import require_trainable
-
         require_trainable(model, lora or {})
     return model
 
@@ -151,30 +142,13 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({*listed, tokenizer.eos_token_id})
 
 
-def freeze_unread_parts(model: PreTrainedModel) -> None:
-    """Freezes image and sound encoders, whose weights get no gradient, which data-parallel strategies refuse."""
-    if model.config.get_text_config(decoder=True) is model.config:
-        return
-    head = getattr(model, "score", None) or model.get_output_embeddings()
-    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in read:
-            parameter.requires_grad_(False)
-
-
 def frozen_source(module: Any, prefix: str) -> str | None:
     """Directory of frozen weights that the loaded checkpoint does not contain; None: it contains them."""
     source = module.hparams["description"].get("frozen", {}).get(prefix)
     if source is None:
         return None
-    from rl_modules.language.frozen_weights import source_path
 
     return source_path(source, module.hparams)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def sharded_strategy(**arguments: Any) -> Any:
@@ -223,7 +197,6 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
     """Converts the argument ``lora`` to plain data, which a checkpoint can hold."""
     if lora is None:
         return None
-    from rl_modules.language.lora import plain_adapters
 
     return plain_adapters(name, lora)
 
@@ -232,7 +205,6 @@ def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
     """Converts the argument ``quantization_config`` to plain data, which a checkpoint can hold."""
     if given is None:
         return None
-    from rl_modules.language.quantized import plain_quantization
 
     return plain_quantization(name, given)
 

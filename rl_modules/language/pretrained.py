@@ -18,10 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import CLASSES
+
+#: The classes with a head, by the config's class.
+CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 
 #: Tokenizer classes that follow their ``tokenizer.json``, by the names in ``tokenizer_config.json``.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")

@@ -1,11 +1,9 @@
 """Quantized base models under LoRA (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes or torchao."""
 
-import copy
 import json
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
 from transformers import PretrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -127,25 +125,3 @@ def require_trainable(model: Any, lora: dict[str, Any]) -> None:
             f"lora.init_lora_weights={lora.get('init_lora_weights')!r} moves a part of the weights into "
             "the adapters, which a quantized base can't give; leave it at true"
         )
-
-
-def with_plain_weights(model: Any) -> Any:
-    """Returns a copy of a model with adapters whose base has, in place of quantized weights, those they stand for."""
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    network = copy.deepcopy(model).unload()
-    if network.quantization_method == "torchao":
-        for layer in network.modules():
-            if type(getattr(layer, "weight", None)).__module__.startswith("torchao."):
-                layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
-        network.hf_quantizer.remove_quantization_config(network)
-    else:
-        network = network.dequantize()
-    network._weight_conversions = [  # those of files with quantized weights can't be reversed
-        conversion
-        for conversion in network._weight_conversions or []
-        if not any("integrations" in type(step).__module__ for step in getattr(conversion, "operations", ()))
-    ]
-    plain = get_peft_model(network, copy.deepcopy(model.peft_config["default"]))
-    set_peft_model_state_dict(plain, get_peft_model_state_dict(model))
-    return plain

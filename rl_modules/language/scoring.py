@@ -10,16 +10,17 @@ mask, and positions count from 0 by default.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import is_sharded, text_config
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
-from rl_modules.language.models import is_sharded
+from rl_modules.language.fast.tiled_head import can_tile, tiled_at, tiles_at
+from rl_modules.language.token_statistics import TokenStatistics, statistics
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter, Process
@@ -129,17 +130,6 @@ TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
 _LARGE_BATCH = 2**16
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of m tokens that are kept instead of their logits."""
-
-    #: log π in nats, [1, m] float32.
-    log_prob: Tensor
-    #: H in nats, [1, m] float32; None where not requested. Without gradient under ``equal_weights``.
-    entropy: Tensor | None
-    #: Whether a token is the likeliest, [1, m] bool; None where not requested.
-    is_likeliest: Tensor | None
-
-
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
     """Returns the logits of a forward pass at m places, ``row * width + column``, all different, [1, m, V]."""
     inputs = {"use_cache": False, **inputs}
@@ -152,11 +142,8 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
 
 def logits_by_tiles(model: Any, place: Tensor, **inputs: Any) -> tuple[Callable[[slice], Tensor], int]:
     """Returns a function from a slice of places to their logits, [1, n, V], and how many places to ask for."""
-    if is_large(len(place), model):
-        from rl_modules.language.fast.tiled_head import can_tile, tiles_at
-
-        if not is_sharded(model) and can_tile(model):
-            return tiles_at(model, place, **inputs)
+    if is_large(len(place), model) and not is_sharded(model) and can_tile(model):
+        return tiles_at(model, place, **inputs)
     logits = logits_at(model, place, **inputs)
     return lambda part: logits[:, part], len(place)
 
@@ -179,28 +166,11 @@ def log_probs_at(
     ``equal_weights``: the loss is a multiple of the sum of log π, which saves a second pass over the tiles.
     """
     arguments = target.unsqueeze(0), temperature, entropy, accuracy
-    if is_large(len(target), model):
-        from rl_modules.language.fast.tiled_head import can_tile, tiled_at
-
-        if can_tile(model):
-            return tiled_at(model, place, source, *arguments, equal_weights, process=process, **inputs)
+    if is_large(len(target), model) and can_tile(model):
+        return tiled_at(model, place, source, *arguments, equal_weights, process=process, **inputs)
     logits = logits_at(model, place, **inputs)
     logits = logits if source is None else logits[:, source]
     return statistics(logits if process is None else process(logits, slice(0, len(target))), *arguments)
-
-
-def statistics(
-    logits: Tensor,
-    target: Tensor,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    accuracy: bool = False,
-    log_probs: Callable[[Tensor, Tensor, float], Tensor] = F.token_log_probs,
-) -> TokenStatistics:
-    """Computes statistics of the tokens ``target`` [1, m] from their logits [1, m, V]; ``log_probs`` is called last."""
-    spread = F.token_entropy(logits, temperature) if entropy else None
-    is_likeliest = logits.detach().argmax(-1) == target if accuracy else None
-    return TokenStatistics(log_probs(logits, target, temperature), spread, is_likeliest)
 
 
 def is_large(tokens: int, model: Any) -> bool:
@@ -214,6 +184,4 @@ def prepare_head(model: Any) -> None:
     if is_fast():
         last_mlp(model)
     if is_large(_LARGE_BATCH, model):
-        from rl_modules.language.fast.tiled_head import can_tile
-
         can_tile(model)

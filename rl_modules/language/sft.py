@@ -12,7 +12,8 @@ from rl_modules.language.architecture import text_config, wants_router_loss
 from rl_modules.language.experts import router_logits, router_loss
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
 from rl_modules.language.policy import LanguagePolicy
-from rl_modules.language.scoring import TokenStatistics, log_probs_at
+from rl_modules.language.scoring import log_probs_at
+from rl_modules.language.token_statistics import TokenStatistics
 
 
 class SFT(LanguagePolicy):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_modules.fast import is_fast
-from rl_modules.language.models import is_sharded
+from rl_modules.language.architecture import is_sharded
 
 
 class _Taken(torch.autograd.Function):

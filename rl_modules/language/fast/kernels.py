@@ -13,9 +13,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import body_of, transformers_model
+from rl_modules.language.architecture import body_of, is_sharded, transformers_model
 from rl_modules.language.fast.self_check import blocks_of
-from rl_modules.language.models import is_sharded
 
 #: Operations whose results selective checkpointing keeps.
 _PRODUCTS = [

@@ -14,9 +14,8 @@ from transformers import DynamicCache
 
 from rl_modules import functional as F
 from rl_modules.fast import is_fast
-from rl_modules.language.architecture import cache_argument, text_config
+from rl_modules.language.architecture import cache_argument, is_sharded, text_config
 from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
-from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.scoring import completion_log_probs, log_probs_at, placed
 

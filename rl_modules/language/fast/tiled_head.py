@@ -19,12 +19,11 @@ from torch.func import functional_call
 
 from rl_modules import functional as F
 from rl_modules.functional.tokens import log_probs_and_gradient, token_log_probs_gradient
-from rl_modules.language.architecture import text_config, transformers_model
+from rl_modules.language.architecture import is_sharded, text_config, transformers_model
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
 from rl_modules.language.fast.self_check import agrees, probe_texts
-from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.support import Process
-from rl_modules.language.scoring import TokenStatistics, statistics
+from rl_modules.language.token_statistics import TokenStatistics, statistics
 
 #: Elements of a tile's logits; on a CPU 64 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**27}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.language.models import is_sharded
+from rl_modules.language.architecture import is_sharded
 from rl_modules.language.sampling.native import NativeSampler, sample
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.modules import evaluation_mode, on
-from rl_modules.language.architecture import max_length, text_config, transformers_model
+from rl_modules.language.architecture import is_sharded, max_length, text_config, transformers_model
 from rl_modules.language.fast.grouped_attention import without_plans
-from rl_modules.language.models import is_sharded
 from rl_modules.language.row_cache import Parked, RowCache
 from rl_modules.language.sampling.check import cache_for
 from rl_modules.language.sampling.decode import _ROOM, Decoding, Prompts, Record, Waiting, _Live

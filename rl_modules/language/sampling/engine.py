@@ -14,9 +14,8 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
-from rl_modules.language.architecture import text_config
+from rl_modules.language.architecture import is_sharded, text_config
 from rl_modules.language.fast.held_graphs import release
-from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.rows import Row, completions_of, rows_of

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, on
-from rl_modules.language.architecture import max_length, text_config
+from rl_modules.language.architecture import is_sharded, max_length, text_config
 from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.fast.held_graphs import make_room, release
-from rl_modules.language.models import is_sharded
 from rl_modules.language.sampling.check import CACHES, cache_for, wants_graphs
 from rl_modules.language.sampling.conversing import converse_natively
 from rl_modules.language.sampling.decode import Decoding, Prompts, Record

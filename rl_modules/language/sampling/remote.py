@@ -20,7 +20,7 @@ import safetensors.torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import is_sharded
+from rl_modules.language.architecture import is_sharded
 from rl_modules.language.sampling import wire
 from rl_modules.language.sampling.engine import check_engine
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings

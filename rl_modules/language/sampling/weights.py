@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import max_length, text_config, transformers_model
+from rl_modules.language.architecture import is_sharded, max_length, text_config, transformers_model
 from rl_modules.language.lora import adapts_tied_weight, merged
-from rl_modules.language.models import is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
 Fingerprint = tuple[nn.Module, int, int]
