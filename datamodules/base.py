@@ -14,6 +14,7 @@ from datamodules.check import check_chosen
 from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.engines import check_vector
+from datamodules.envs.failures import closed_on_error
 from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, as_vector
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from, schedule_evaluations
@@ -239,6 +240,8 @@ class ControlDataModule(Experience):
     def _on_exception(self, exception: BaseException) -> None:
         # The module's `on_fit_end`, which resets this for the whole process, is not called then.
         torch.set_flush_denormal(False)
+        # Nor is `teardown`. The callbacks have written their checkpoints.
+        self._teardown("fit")
 
     def _teardown(self, stage: str) -> None:
         if stage == "fit" and self._collector is not None and not self.environments.is_one_vector:
@@ -332,24 +335,26 @@ class ControlDataModule(Experience):
                     envs = AsArrays(envs)
                 else:
                     kind = TensorCollector
-        return kind(
-            envs,
-            streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
-            generator_seed=stream_seed(self.seed, self._rank, "actions"),
-            name=self.env_name,
-            normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
-            sign_reward=self.sign_reward,
-            stats_window_size=self.hparams["stats_window_size"],
-            returns_raw=self.kind == "replay",
-        )
+        with closed_on_error(*(() if self.environments.makes_vector else (envs,))):
+            return kind(
+                envs,
+                streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
+                generator_seed=stream_seed(self.seed, self._rank, "actions"),
+                name=self.env_name,
+                normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
+                sign_reward=self.sign_reward,
+                stats_window_size=self.hparams["stats_window_size"],
+                returns_raw=self.kind == "replay",
+            )
 
     def _make_normalizers(self) -> Normalizers:
         gamma = self.norm_gamma
         if gamma is None:
             gamma = getattr(self.learner, "gamma", 0.99) if self.has_learner else 0.99
-        of_observations = ObservationNormalizer(self.observation_space, self.hparams["clip_obs"])
-        of_rewards = RewardNormalizer(self.n_envs, gamma, self.hparams["clip_reward"])
-        normalizers = Normalizers(of_observations if self.norm_obs else None, of_rewards if self.norm_reward else None)
+        normalizers = Normalizers(
+            ObservationNormalizer(self.observation_space, self.hparams["clip_obs"]) if self.norm_obs else None,
+            RewardNormalizer(self.n_envs, gamma, self.hparams["clip_reward"]) if self.norm_reward else None,
+        )
         for part in normalizers.parts() if self._world_size > 1 else ():
             part.track_own()
         return normalizers

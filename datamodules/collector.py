@@ -9,6 +9,7 @@ from torch import Tensor
 
 from datamodules.envs import episodes
 from datamodules.envs.boundary import boundary_of, require_finite
+from datamodules.envs.failures import close
 from datamodules.envs.resumed import resume_episodes
 from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double, tree_map
@@ -204,7 +205,8 @@ class Collector(Stateful):
         if self._observation is not None and self.has_episodes:
             # Environments that failed have none; the episodes of an unfinished rollout are not repeated anyway.
             find = episodes.episode_states_or_none if self.is_unfinished else episodes.episode_states
-            running = self._episodes_at_close or find(self.envs)
+            is_closed = getattr(self.envs, "closed", False)
+            running = self._episodes_at_close if is_closed else find(self.envs)
         return {**super().state_dict(), "running": running}
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class Collector(Stateful):
             return
         if self._observation is not None and self.has_episodes:
             self._episodes_at_close = episodes.episode_states_or_none(self.envs)
-        self.envs.close()
+        close(self.envs, self.name)
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Restores everything; running episodes are repeated, and ``begun_anew`` marks those that could not be."""

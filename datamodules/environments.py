@@ -6,6 +6,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from datamodules.envs.failures import close, closed_on_error
 from datamodules.envs.foreign import evaluation_vector, require_same_spaces
 from datamodules.envs.masks import VectorWithoutMasks, with_source
 from datamodules.envs.model import transition_model
@@ -141,12 +142,11 @@ class Environments:
     def close(self) -> None:
         """Closes the environments that were made here; a vector that the user gave stays open."""
         if self._example is not None:
-            if self._made is not self.env_id and not getattr(self._example, "closed", False):
-                self._example.close()
+            if self._made is not self.env_id:
+                close(self._example, self.name)
             self._example = self._made = None
         for envs in self._kept.values():
-            if not getattr(envs, "closed", False):
-                envs.close()
+            close(envs, self.name)
         self._kept.clear()
 
     def transition_model(self) -> Any:
@@ -170,9 +170,10 @@ class Environments:
             self.wrappers,
             self._mask_source,
         )
-        if self.has_engine:
-            self._require_same_spaces(envs, evaluates=False)
-        return envs
+        with closed_on_error(envs):
+            if self.has_engine:
+                require_same_spaces(self, envs, evaluates=False)
+            return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
         """Returns the vector of an evaluation; reused until :meth:`close`."""
@@ -187,13 +188,10 @@ class Environments:
         envs = make_vector_env(
             self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers, self._mask_source
         )
-        if self.evaluates_elsewhere:
-            self._require_same_spaces(envs, evaluates=True)
-        return envs
-
-    def _require_same_spaces(self, envs: VectorEnv, evaluates: bool) -> None:
-
-        require_same_spaces(self, envs, evaluates)
+        with closed_on_error(envs):
+            if self.evaluates_elsewhere:
+                require_same_spaces(self, envs, evaluates=True)
+            return envs
 
 
 def require_entries(name: str, observation_space: gym.Space, action_space: gym.Space) -> None:

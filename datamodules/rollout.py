@@ -114,12 +114,6 @@ class RolloutDataModule(ControlDataModule):
         collector, device = self.collector, self.learner_trainer.strategy.root_device
         self._ahead = CollectedAhead(lambda act: collector.collect(act, self.n_steps, device))
 
-    def _on_exception(self, exception: BaseException) -> None:
-        # `teardown` is not called then, and the next fit may step the same vector.
-        if self._ahead is not None:
-            self._ahead.stop()
-        super()._on_exception(exception)
-
     def _teardown(self, stage: str) -> None:
         if self._ahead is not None:
             self._ahead.stop()

@@ -1,10 +1,15 @@
 """What is said where an environment can't be made, or has failed."""
 
+import contextlib
 import re
+import time
 import traceback
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import gymnasium as gym
+from gymnasium.vector import SyncVectorEnv
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.errors import UsageError, did_you_mean, what_happened
 from rl_modules.common.extras import install
@@ -23,8 +28,65 @@ EXTRAS = {
     "opencv": "atari",
 }
 
+#: Seconds that the processes of environments have to close them.
+PATIENCE_S = 5.0
 #: Games that other libraries call by their name alone.
 _GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider", "Enduro", "MsPacman", "Freeway")
+
+
+def close(envs: Any, name: str) -> None:
+    """Closes every environment of a vector, in whatever state it is; an error in closing one is a warning."""
+    if getattr(envs, "closed", False):
+        return
+    if getattr(envs, "processes", None):
+        _end_processes(envs)
+        return
+    errors = []
+    # Gymnasium's vector stops at the first environment that can't be closed.
+    for env in envs.envs if isinstance(envs, SyncVectorEnv) else (envs,):
+        try:
+            env.close()
+        except (Exception, SystemExit) as error:
+            errors.append(error)
+    if isinstance(envs, SyncVectorEnv):
+        envs.closed = True
+    if errors:
+        rank_zero_warn(f"closing {name} raised {type(errors[0]).__name__}: {errors[0]}")
+
+
+@contextlib.contextmanager
+def closed_on_error(*envs: Any) -> Iterator[None]:
+    """Closes environments or vectors that were just made, if the context ends with an exception."""
+    try:
+        yield
+    except BaseException:
+        for one in envs:
+            close(one, type(one).__name__)
+        raise
+
+
+def _end_processes(envs: Any) -> None:
+    """Ends the processes of a vector, after they have closed their environments or :data:`PATIENCE_S` have passed.
+
+    Gymnasium's own ``close`` waits without limit for the answer to a step that an exception has interrupted.
+    """
+    # One that could not be made may lack them.
+    pipes = [pipe for pipe in getattr(envs, "parent_pipes", ()) if pipe is not None and not pipe.closed]
+    for pipe in pipes:
+        with contextlib.suppress(OSError):
+            pipe.send(("close", None))
+    until_s = time.monotonic() + (PATIENCE_S if pipes else 0)
+    for process in envs.processes:
+        process.join(max(until_s - time.monotonic(), 0))
+        if process.is_alive():
+            process.terminate()
+            process.join(1)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for pipe in pipes:
+        pipe.close()
+    envs.closed = True
 
 
 def raise_in_one_sentence(envs: Any, name: str, error: BaseException) -> NoReturn:
@@ -38,10 +100,8 @@ def raise_in_one_sentence(envs: Any, name: str, error: BaseException) -> NoRetur
         process.join(0.1)  # its end may not have been noticed yet
         if not process.is_alive():
             dead.append(f"{i} (exit code {process.exitcode})")
-    if died or processes:
-        for process in processes:
-            process.terminate()
-        envs.closed = True  # closing would wait for answers that never come
+    if processes:
+        close(envs, name)
     if died:
         raise UsageError(
             f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from "

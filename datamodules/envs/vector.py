@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules.envs.episodes import SeededEpisodes
-from datamodules.envs.failures import refuse_environment
+from datamodules.envs.failures import closed_on_error, refuse_environment
 from datamodules.envs.imported import callable_of, register_games, wrap
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size, split_space
@@ -66,17 +66,19 @@ def make_env(
 ) -> Any:
     """One environment with its wrappers, the first innermost, and masks by :func:`mask_source`; or a vector."""
     env = _make_bare(env_id, env_kwargs or {})
-    if isinstance(env, VectorEnv) and wrappers:
-        raise UsageError(
-            f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which brings its own"
-        )
-    if wrappers:
-        env = functools.reduce(wrap, wrappers, env)
-    if masks is None:
+    if env is env_id:
         return env
-    from datamodules.envs.masks import with_source  # most environments have none
+    with closed_on_error(env):
+        if isinstance(env, VectorEnv) and wrappers:
+            raise UsageError(
+                f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which brings its own"
+            )
+        env = functools.reduce(wrap, wrappers, env)
+        if masks is None:
+            return env
+        from datamodules.envs.masks import with_source  # most environments have none
 
-    return with_source(env, masks)
+        return with_source(env, masks)
 
 
 def make_vector_env(
@@ -97,16 +99,26 @@ def make_vector_env(
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
     if vectorization_mode == "sync":
-        return SyncVectorEnv([make] * n_envs, copy=False, autoreset_mode=mode)
+        made: list[gym.Env] = []
+        with contextlib.ExitStack() as opened:
+            for _ in range(n_envs):
+                made.append(make())
+                opened.enter_context(closed_on_error(made[-1]))
+            return SyncVectorEnv([lambda env=env: env for env in made], copy=False, autoreset_mode=mode)
     # A mistake in the arguments is reported by this process, not by a worker's traceback.
     make().close()
-    return AsyncVectorEnv([make] * n_envs, copy=False, autoreset_mode=mode)
+    envs = AsyncVectorEnv.__new__(AsyncVectorEnv)  # whose processes can be ended if one of them fails at the start
+    with closed_on_error(envs):
+        envs.__init__([make] * n_envs, copy=False, autoreset_mode=mode)  # type: ignore[misc]
+    return envs
 
 
 def _make_seeded(
     env_id: EnvId, env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]], masks: str | None
 ) -> gym.Env:
-    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks), expects_no_masks=masks is None)
+    env = make_env(env_id, env_kwargs, wrappers, masks)
+    with closed_on_error(env):
+        return SeededEpisodes(env, expects_no_masks=masks is None)
 
 
 def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:

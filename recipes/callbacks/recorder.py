@@ -1,5 +1,6 @@
 """Videos of whole episodes, recorded by Gymnasium's ``RecordVideo``."""
 
+import contextlib
 import importlib.util
 import os
 import warnings
@@ -50,7 +51,7 @@ def record_episodes(
         env = with_source(env, masks)
     stream = stream_seed(data.seed, 0, "record")
     files = []
-    with warnings.catch_warnings():
+    with contextlib.closing(env), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")
         for episode in range(n_episodes):
             # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
@@ -62,7 +63,6 @@ def record_episodes(
             recorder.stop_recording()
             written = folder / f"{name}-episode-0.mp4"
             files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
-    env.close()
     return files
 
 

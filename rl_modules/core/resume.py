@@ -54,6 +54,8 @@ def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
     """Raises the exception that ended a fit before its training: its checkpoint would overwrite an earlier run's."""
     error = sys.exc_info()[1]
     if error is not None and not has_begun and trainer is not None and trainer.interrupted:
+        if trainer.datamodule is not None:  # which Lightning would tell after the callbacks
+            trainer.datamodule.on_exception(error)
         raise error
 
 
