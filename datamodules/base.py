@@ -15,8 +15,9 @@ from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.engines import check_vector
 from datamodules.envs.failures import closed_on_error
+from datamodules.envs.imported import EnvId
 from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, as_vector
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, as_vector
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import rl_modules
 from datamodules.environments import Environments
-from datamodules.envs.boundary import boundary_of, require_finite_evaluation
+from datamodules.envs.boundary import require_finite_evaluation
+from datamodules.envs.foreign import boundary_of
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.masks import MASK
 from rl_modules.common.spaces import space_to_dict

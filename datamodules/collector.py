@@ -10,6 +10,7 @@ from torch import Tensor
 from datamodules.envs import episodes
 from datamodules.envs.boundary import boundary_of, require_finite
 from datamodules.envs.failures import close
+from datamodules.envs.foreign import boundary_of
 from datamodules.envs.resumed import resume_episodes
 from datamodules.episode_statistics import EpisodeStatistics
 from rl_modules.common.modules import in_double, is_double, tree_map

@@ -8,18 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.envs.failures import close, closed_on_error
 from datamodules.envs.foreign import evaluation_vector, require_same_spaces
-from datamodules.envs.masks import VectorWithoutMasks, with_source
+from datamodules.envs.imported import EnvId, environment_name
+from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask, with_source
 from datamodules.envs.model import transition_model
-from datamodules.envs.vector import (
-    IGNORED,
-    EnvId,
-    as_vector,
-    environment_name,
-    has_mask,
-    make_env,
-    make_vector_env,
-    mask_source,
-)
+from datamodules.envs.vector import as_vector, make_env, make_vector_env, mask_source
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.modules import tree_leaves

@@ -13,8 +13,9 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.envs.boundary import boundary_of, require_finite_evaluation
+from datamodules.envs.boundary import require_finite_evaluation
 from datamodules.envs.episodes import episode_seed
+from datamodules.envs.foreign import boundary_of
 from datamodules.episode_statistics import successes
 from datamodules.experience import evaluate_on_start
 from rl_modules.common.masks import MASK

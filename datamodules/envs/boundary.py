@@ -1,7 +1,6 @@
 """What environments return, checked once where it enters: shapes, dtypes, numbers and errors."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,28 +13,6 @@ from rl_modules.common.modules import tree_leaves
 
 #: Infos that Gymnasium's vectors add to those of their environments where an episode ended.
 ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))
-#: From an observation to what is wrong with it; None: nothing.
-Misfit = Callable[[Any], str | None]
-
-
-def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> Misfit:
-    """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        from datamodules.envs.misfits import misfit_of_parts
-
-        return misfit_of_parts(space, batch, part)
-    shape, dtype = (*batch, *(space.shape or ())), np.dtype(space.dtype)
-    known: set[Any] = {dtype}  # dtypes of arrays, and types of numbers, that fit
-
-    def leaf(observation: Any) -> str | None:
-        kind = observation.__class__
-        if (observation.shape == shape and observation.dtype in known) if kind is np.ndarray else kind in known:
-            return None
-        from datamodules.envs.misfits import examine
-
-        return examine(observation, shape, dtype, known, part)
-
-    return leaf
 
 
 def without(names: frozenset[str], info: dict[str, Any]) -> dict[str, Any]:
@@ -98,15 +75,6 @@ class Boundary:
         if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
             final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
         return [(int(i), final[i]) for i in np.flatnonzero(done)]
-
-
-def boundary_of(envs: VectorEnv, name: str) -> Boundary:
-    """Returns what resets and steps a vector."""
-    if has_episodes(envs):
-        return Boundary(envs, name)
-    from datamodules.envs.foreign import ForeignBoundary
-
-    return ForeignBoundary(envs, name)
 
 
 # ---------------------------------------------------------------- numbers

@@ -10,9 +10,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.envs.imported import register_games
-from datamodules.envs.masks import VectorWithoutMasks
-from datamodules.envs.vector import IGNORED, EnvId, environment_name, has_mask
+from datamodules.envs.imported import EnvId, environment_name, register_games
+from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask
 from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.masks import MASK, mask_size

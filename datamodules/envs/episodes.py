@@ -8,7 +8,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from datamodules.envs.boundary import ADDED, misfit, without
+from datamodules.envs import misfits
+from datamodules.envs.boundary import ADDED, without
+from datamodules.envs.misfits import misfit
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
 
@@ -60,13 +62,13 @@ class SeededEpisodes(gym.Wrapper):
         except TypeError as error:
             if "unexpected keyword" not in str(error):
                 raise
-            raise self._misfits.of_keywords(self.unwrapped, error) from error
+            raise misfits.of_keywords(self.unwrapped, error) from error
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
-            raise self._misfits.of_reset(self.unwrapped, returned)
+            raise misfits.of_reset(self.unwrapped, returned)
         observation, info = returned
         if wrong := self._misfit(observation):
-            self._misfits.require(self.unwrapped, wrong, info)
+            misfits.require(self.unwrapped, wrong, info)
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
             self._resets.append(len(self._actions))
@@ -84,11 +86,11 @@ class SeededEpisodes(gym.Wrapper):
         try:
             observation, reward, terminated, truncated, info = returned
         except (TypeError, ValueError) as error:
-            raise self._misfits.of_step(self.unwrapped, returned) from error
+            raise misfits.of_step(self.unwrapped, returned) from error
         if not (terminated.__class__ in _BOOLS and truncated.__class__ in _BOOLS and reward.__class__ in _NUMBERS):
-            reward, terminated, truncated = self._misfits.numbers(self.unwrapped, reward, terminated, truncated)
+            reward, terminated, truncated = misfits.numbers(self.unwrapped, reward, terminated, truncated)
         if (wrong := self._misfit(observation)) or info.__class__ is not dict:
-            self._misfits.require(self.unwrapped, wrong, info)
+            misfits.require(self.unwrapped, wrong, info)
         if self._refuses_masks and MASK in info:
             raise UsageError(
                 "the environment's info has an action_mask after a step, but had none after the reset; "
@@ -100,13 +102,6 @@ class SeededEpisodes(gym.Wrapper):
         self._last_observation = observation
         info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
         return observation, reward, terminated, truncated, info
-
-    @property
-    def _misfits(self) -> Any:
-        """What is said of environments that return something else, and imported then."""
-        from datamodules.envs import misfits
-
-        return misfits
 
     def _leave_game(self) -> None:
         """Have the next reset begin a new game."""

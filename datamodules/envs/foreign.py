@@ -6,8 +6,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
-from datamodules.envs.boundary import ADDED, Boundary, misfit, without
+from datamodules.envs.boundary import ADDED, Boundary, has_episodes, without
 from datamodules.envs.masks import VectorWithoutMasks
+from datamodules.envs.misfits import misfit
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError
@@ -132,3 +133,10 @@ def require_same_spaces(environments: Any, envs: VectorEnv, evaluates: bool) -> 
                 f"eval_env_kwargs and eval_wrappers make environments with the {name} {evaluated}, in "
                 f"training it is {trained}; the policy needs the same"
             )
+
+
+def boundary_of(envs: VectorEnv, name: str) -> Boundary:
+    """Returns what resets and steps a vector."""
+    if has_episodes(envs):
+        return Boundary(envs, name)
+    return ForeignBoundary(envs, name)

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.vector import VectorEnv
 
 from datamodules.envs.failures import missing_extra
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.loading import import_user_module, member_of
+
+#: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
+EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
 
 
 def register_games(env_id: str) -> None:
@@ -69,3 +73,24 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     except (gym.error.Error, TypeError, ValueError, AssertionError) as error:
         reason = str(error) or type(error).__name__
         raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
+
+
+def environment_name(env_id: EnvId) -> str:
+    """Returns the environment's name; refuses a single environment, which can't be made again for other seeds."""
+    if isinstance(env_id, str):
+        return env_id
+    if isinstance(env_id, VectorEnv):  # EnvPool's are gym.Env too
+        return type(env_id.unwrapped).__name__
+    if isinstance(env_id, gym.Env):
+        name = env_id.spec.id if env_id.spec is not None else f"package.module:make_{type(env_id).__name__.lower()}"
+        raise UsageError(
+            f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
+            f"give its id or a callable that makes it, as in RolloutDataModule({name!r})"
+        )
+    if not callable(env_id):
+        raise UsageError(
+            f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
+            "returns an environment"
+        )
+    target = getattr(env_id, "func", env_id)  # functools.partial
+    return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"

@@ -8,9 +8,11 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from datamodules.envs.vector import IGNORED
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, choices, flat_mask, join_mask, mask_size, split_mask, split_space
+
+#: Value instead of a source of masks: the observation's mask is removed.
+IGNORED = "ignored"
 
 
 def with_source(env: gym.Env, source: str) -> gym.Env:
@@ -101,3 +103,10 @@ class ActionMasks(gym.Wrapper):
                 "give one in every step, or data.action_masks=false"
             )
         return info[MASK]
+
+
+def has_mask(env: gym.Env | VectorEnv) -> bool:
+    """Returns whether the environment's observation, or that of each of a vector's, contains a mask."""
+    if isinstance(env, VectorEnv):
+        return split_space(env.single_observation_space, env.single_action_space)[1]
+    return split_space(env.observation_space, env.action_space)[1]

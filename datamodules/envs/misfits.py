@@ -1,5 +1,6 @@
 """What is wrong with what an environment returned, in one sentence."""
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -7,8 +8,10 @@ import numpy as np
 from gymnasium import spaces
 from torch import Tensor
 
-from datamodules.envs.boundary import Misfit, misfit
 from rl_modules.common.errors import UsageError
+
+#: From an observation to what is wrong with it; None: nothing.
+Misfit = Callable[[Any], str | None]
 
 # ---------------------------------------------------------------- observations
 
@@ -35,7 +38,7 @@ def examine(observation: Any, shape: tuple[int, ...], dtype: np.dtype, known: se
 
 
 def misfit_of_parts(space: Any, batch: tuple[int, ...], part: str) -> Misfit:
-    """:func:`datamodules.envs.boundary.misfit` of a Dict or Tuple space."""
+    """:func:`datamodules.envs.misfits.misfit` of a Dict or Tuple space."""
     keys: Any = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
     parts = {key: misfit(space[key], batch, f"{part}[{key!r}]") for key in keys}
 
@@ -118,3 +121,19 @@ def _kind(returned: object) -> str:
     if len(returned) != 2:
         return f"{len(returned)} values"
     return "None as the observation" if returned[0] is None else f"info={returned[1]!r}, no dictionary"
+
+
+def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> Misfit:
+    """Returns a function that says how an observation, behind dimensions ``batch``, differs from its space."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return misfit_of_parts(space, batch, part)
+    shape, dtype = (*batch, *(space.shape or ())), np.dtype(space.dtype)
+    known: set[Any] = {dtype}  # dtypes of arrays, and types of numbers, that fit
+
+    def leaf(observation: Any) -> str | None:
+        kind = observation.__class__
+        if (observation.shape == shape and observation.dtype in known) if kind is np.ndarray else kind in known:
+            return None
+        return examine(observation, shape, dtype, known, part)
+
+    return leaf

@@ -2,18 +2,20 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from datamodules.envs.engines import AgentsVector, make_engine
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.failures import closed_on_error, refuse_environment
-from datamodules.envs.imported import callable_of, register_games, wrap
+from datamodules.envs.imported import EnvId, callable_of, environment_name, register_games, wrap
+from datamodules.envs.masks import with_source
 from rl_modules.common.errors import UsageError
-from rl_modules.common.masks import MASK, mask_size, split_space
+from rl_modules.common.masks import MASK, mask_size
 
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
@@ -21,39 +23,11 @@ AUTORESET = {
     "disabled": AutoresetMode.DISABLED,
 }
 VECTORIZATION = ("sync", "async", "vector_entry_point", "envpool")
-#: Value instead of a source of masks: the observation's mask is removed.
-IGNORED = "ignored"
-
-#: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
-EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
-
-
-def environment_name(env_id: EnvId) -> str:
-    """Returns the environment's name; refuses a single environment, which can't be made again for other seeds."""
-    if isinstance(env_id, str):
-        return env_id
-    if isinstance(env_id, VectorEnv):  # EnvPool's are gym.Env too
-        return type(env_id.unwrapped).__name__
-    if isinstance(env_id, gym.Env):
-        name = env_id.spec.id if env_id.spec is not None else f"package.module:make_{type(env_id).__name__.lower()}"
-        raise UsageError(
-            f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
-            f"give its id or a callable that makes it, as in RolloutDataModule({name!r})"
-        )
-    if not callable(env_id):
-        raise UsageError(
-            f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
-            "returns an environment"
-        )
-    target = getattr(env_id, "func", env_id)  # functools.partial
-    return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def as_vector(envs: Any) -> Any:
     """``envs``; a vector of agents as Gymnasium 1 has vectors."""
     if isinstance(envs, VectorEnv) and not hasattr(envs, "single_observation_space"):
-        from datamodules.envs.engines import AgentsVector
-
         return AgentsVector(envs)
     return envs
 
@@ -76,8 +50,6 @@ def make_env(
         env = functools.reduce(wrap, wrappers, env)
         if masks is None:
             return env
-        from datamodules.envs.masks import with_source  # most environments have none
-
         return with_source(env, masks)
 
 
@@ -92,8 +64,6 @@ def make_vector_env(
 ) -> VectorEnv:
     """``n_envs`` environments that step together, each in :class:`SeededEpisodes`, or an engine."""
     if vectorization_mode in ("vector_entry_point", "envpool"):
-        from datamodules.envs.engines import make_engine
-
         return make_engine(env_id, n_envs, vectorization_mode, env_kwargs or {}, wrappers, masks)
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
@@ -165,13 +135,6 @@ def mask_source(env: gym.Env) -> str | None:
     if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
         return "method"
     return "info" if MASK in reset_once(env) else None
-
-
-def has_mask(env: gym.Env | VectorEnv) -> bool:
-    """Returns whether the environment's observation, or that of each of a vector's, contains a mask."""
-    if isinstance(env, VectorEnv):
-        return split_space(env.single_observation_space, env.single_action_space)[1]
-    return split_space(env.observation_space, env.action_space)[1]
 
 
 def reset_once(env: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rl_modules.common.arguments import build, require_callable
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import made, setting, warn_of_idle
 from rl_modules.fast import is_fast
+from rl_modules.language import checkpoints
 from rl_modules.language.architecture import (
     has_router,
     is_sharded,
@@ -63,13 +64,6 @@ from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-def checkpoints() -> Any:
-    """The functions that only checkpoints need."""
-    from rl_modules.language import checkpoints
-
-    return checkpoints
 
 
 class LanguageModule(LanguageMetrics):
@@ -387,23 +381,23 @@ class LanguageModule(LanguageMetrics):
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights into the model built from its description."""
-        checkpoints().add_frozen(self, state_dict)
+        checkpoints.add_frozen(self, state_dict)
         self.load_state_dict(state_dict)
 
     def gradients_so_far(self) -> dict[str, Tensor]:
-        return checkpoints().gradients_so_far(self)
+        return checkpoints.gradients_so_far(self)
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_save_checkpoint(checkpoint)
-        checkpoints().complete(self, checkpoint)
+        checkpoints.complete(self, checkpoint)
 
     def _require_own(self, checkpoint: dict[str, Any]) -> None:
         super()._require_own(checkpoint)
-        checkpoints().require_same_adapters(self, checkpoint)
+        checkpoints.require_same_adapters(self, checkpoint)
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._require_own(checkpoint)
-        checkpoints().add_frozen_to(self, checkpoint)
+        checkpoints.add_frozen_to(self, checkpoint)
         super()._on_load_checkpoint(checkpoint)
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 
@@ -413,7 +407,7 @@ class LanguageModule(LanguageMetrics):
         self.run.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
         if self.run.resumes:
-            checkpoints().take_up(self)
+            checkpoints.take_up(self)
         begin_training(self)
 
     # ---------------------------------------------------------------- optimizer

@@ -7,6 +7,7 @@ from torch import Tensor
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients
+from rl_modules.language import frozen_weights
 from rl_modules.language.architecture import is_sharded
 from rl_modules.language.frozen_weights import add_to, leave_out, require_same_weights
 from rl_modules.language.lora import refuse_other_adapters
@@ -25,9 +26,7 @@ def complete(module: Any, checkpoint: dict[str, Any]) -> None:
 def add_frozen(module: Any, state_dict: dict[str, Tensor]) -> None:
     """Adds the frozen weights that a checkpoint's state dict lacks."""
     if frozen := module.hparams["description"]["frozen"]:
-        from rl_modules.language.frozen_weights import add_frozen
-
-        add_frozen(module, state_dict, frozen)
+        frozen_weights.add_frozen(module, state_dict, frozen)
 
 
 def add_frozen_to(module: Any, checkpoint: dict[str, Any]) -> None:

@@ -12,11 +12,18 @@ from rl_modules.core.settings import fixed, setting
 from rl_modules.language.architecture import text_config
 from rl_modules.language.completion_metrics import length_metrics, moments, record_completions, table_is_due
 from rl_modules.language.fast.packing import can_pack_texts, packed_inputs
-from rl_modules.language.judges import in_parts, reference_log_probs_of
+from rl_modules.language.judges import reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.sampling.teacher import ServedTeacher
-from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in, logits_by_tiles, written_mask
+from rl_modules.language.scoring import (
+    completion_log_probs,
+    completion_mask,
+    extent_in,
+    in_parts,
+    logits_by_tiles,
+    written_mask,
+)
 
 
 class Distillation(PolicyWithReference):
@@ -232,7 +239,7 @@ class Distillation(PolicyWithReference):
         names = ("tokens", "prompt_length", "length", "log_prob", "kept", "kept_count")
         fields = {**{name: rollout[name] for name in names if name in rollout}, "mask": mask}
         if self.distillation_objective == "policy_gradient":
-            passes = in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
+            passes = in_parts(self.forward_rows, rollout, self.evaluate_completions, self.filter_of(rollout))
             fields["log_prob"] = passes["log_prob"]
             fields["advantage"] = F.distillation_advantage(passes["log_prob"], passes["teacher_log_prob"], mask)
             self.record(mask.sum(), reverse_kl=-F.masked_mean(fields["advantage"], mask))

@@ -23,10 +23,10 @@ from rl_modules.language.completion_metrics import record_clipping, record_gener
 from rl_modules.language.entropy import entropy_terms
 from rl_modules.language.experts import completions_router_loss, router_logits
 from rl_modules.language.fast.shared_scoring import can_share, shared_log_probs
-from rl_modules.language.judges import in_parts, reference_log_probs_of
+from rl_modules.language.judges import reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.correction import importance_weights
-from rl_modules.language.scoring import completion_log_probs, extent_in, written_mask
+from rl_modules.language.scoring import completion_log_probs, extent_in, in_parts, written_mask
 
 
 def without_clip(module: "GRPO") -> str | bool:
@@ -269,7 +269,7 @@ class GRPO(PolicyWithReference):
             fields["advantage"] = turn_advantages(self, rollout)
         passes = rollout.get("passes", {})
         if "passes" not in rollout and (self.rescores or self.beta):
-            passes = in_parts(self, rollout, self.evaluate_completions, filtered)
+            passes = in_parts(self.forward_rows, rollout, self.evaluate_completions, filtered)
         fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.correction != "none":
             fields |= importance_weights(self, fields, rollout["log_prob"])

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import on
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.language.architecture import make_config, max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import frozen_source, make_model
 from rl_modules.language.pretrained import tokenizer_from_dict
+from rl_modules.language.rereading import reads_in_the_same_form
+from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import completion_log_probs
-from rl_modules.language.tokenizer import load_tokenizer
+from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter
@@ -88,8 +86,6 @@ def _described(policy: Any, which: str, head: str, tokenizer: Any) -> Any:
 
 
 def _read_reward_model(policy: Any, path: str) -> Any:
-    from rl_modules.language.rereading import reads_in_the_same_form
-    from rl_modules.language.reward_model import load_reward_model
 
     hp = policy.hparams
     try:
@@ -135,21 +131,6 @@ def _causal_model_of(path: str, hp: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    """Refuses a model whose tokens differ from those that the policy writes."""
-    theirs, ours = other.get_vocab(), policy.get_vocab()
-    if theirs == ours:
-        return
-    by_id = {i: token for token, i in ours.items()}
-    differing = sorted({i for token, i in set(theirs.items()) ^ set(ours.items())})
-    theirs_by_id = {i: token for token, i in theirs.items()}
-    i = differing[0]
-    raise UsageError(
-        f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
-        f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
-    )
-
-
 def require_same_reference(policy: Any, checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint of a run that had a reference where this one has none, and the reverse."""
     description = settings_of(checkpoint).get("description") or {}
@@ -191,26 +172,3 @@ def require_room(name: str, model: Any, tokens: Tensor) -> None:
             f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
             "lower max_completion_length"
         )
-
-
-def in_parts(
-    policy: Any, rollout: dict[str, Any], compute: Callable[..., dict[str, Tensor]], filtered: Filter | None = None
-) -> dict[str, Tensor]:
-    """Runs ``compute`` over a generation, in parts of rows of similar length; it makes tensors [b] or [b, L]."""
-    lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
-    total, length = lengths.tolist()
-    order = sorted(range(len(total)), key=total.__getitem__)
-    results: dict[str, Tensor] = {}
-    for rows in on(lengths.device, order).split(policy.forward_rows):
-        longest = total[order[len(rows) - 1]]
-        order = order[len(rows) :]
-        text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
-        for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
-            if name not in results:
-                width = (max(length),) * (value.ndim - 1)
-                results[name] = value.new_zeros((len(total), *width))
-            if value.ndim == 1:
-                results[name][rows] = value
-            else:
-                results[name][rows, : value.shape[1]] = value
-    return results

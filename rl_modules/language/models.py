@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language import sharding
 from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
 from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.fast.varlen import NAME
@@ -29,7 +30,6 @@ from rl_modules.language.frozen_weights import check_sources, describe_sources, 
 from rl_modules.language.lora import add_lora, plain_adapters, train_in_float32
 from rl_modules.language.pretrained import copy_of, directory_of, read_model, require_all_weights, unreadable
 from rl_modules.language.quantized import plain_quantization, quantization, require_left_out, require_trainable
-from rl_modules.language.sharding import ShardedStrategy
 
 #: Types of weights.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -153,7 +153,7 @@ def frozen_source(module: Any, prefix: str) -> str | None:
 
 def sharded_strategy(**arguments: Any) -> Any:
     """Makes the strategy that splits weights over ranks."""
-    return ShardedStrategy(**arguments)
+    return sharding.ShardedStrategy(**arguments)
 
 
 for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
@@ -164,8 +164,6 @@ def adopt_strategy(trainer: L.Trainer | None) -> Any:
     """Returns :mod:`rl_modules.language.sharding` where a strategy splits weights, and replaces that; else None."""
     if trainer is None or not isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
         return None
-    from rl_modules.language import sharding
-
     sharding.adopt(trainer.strategy)
     return sharding
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.language.chat_template import ChatEncoder, encoder_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import on
 from rl_modules.language.architecture import max_length
 from rl_modules.language.critics import sequence_scores
-from rl_modules.language.judges import in_parts
+from rl_modules.language.scoring import in_parts
 
 Prompts = Sequence[str | list[dict[str, Any]]]
 
@@ -42,7 +43,6 @@ def encode_again(
             "template; give a reward model with one, or set chat_template=false"
         )
     # Imported here, because the modules can be used without the datamodules.
-    from datamodules.language.chat_template import encoder_of
 
     encoder = encoder_of(tokenizer, chat_template=False)
 
@@ -67,8 +67,6 @@ def encode_again(
 
 def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """A generation whose ended completions have what the chat template writes after the EOS token."""
-    from datamodules.language.chat_template import ChatEncoder
-
     is_chat = [int(not isinstance(asked, str)) for asked in rollout["asked"]]
     rest = ChatEncoder(tokenizer, None, {}).after_eos() if any(is_chat) else []
     if not rest:
@@ -93,7 +91,7 @@ def scores_of(policy: Any, rollout: dict[str, Any]) -> Tensor:
     longest = max_length(policy.reward_model.config)
     if policy.reward_tokenizer is None:
         ended = with_ended_turns(rollout, policy.tokenizer, longest)
-        scores: Tensor = in_parts(policy, ended, lambda *text: {"score": policy.scores(*text)})["score"]
+        scores: Tensor = in_parts(policy.forward_rows, ended, lambda *text: {"score": policy.scores(*text)})["score"]
         return scores
     asked, texts, finished = rollout["asked"], rollout["texts"], rollout["finished"].tolist()
     tokens, length = encode_again(policy.reward_tokenizer, asked, texts, finished, longest)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.language.chat_template import encoder_of
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
@@ -23,13 +24,12 @@ from rl_modules.language.base import LanguageModule
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
-from rl_modules.language.judges import check_same_tokens
 from rl_modules.language.lora import merged
 from rl_modules.language.models import attention_name, make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
-from rl_modules.language.tokenizer import load_tokenizer
+from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer
 
 
 class RewardModel(LanguageModule):
@@ -202,7 +202,6 @@ class RewardModel(LanguageModule):
         if self.model is None:
             self.configure_model()
         # Imported here, because the modules can be used without the datamodules.
-        from datamodules.language.chat_template import encoder_of
 
         encoded, (answers,) = encoder_of(self.tokenizer, chat_template).answered(prompts, completions)
         ids = [[*prompt, *answer] for prompt, answer in zip(encoded, answers, strict=True)]

@@ -13,7 +13,7 @@ from rl_modules.core.state import persistent
 from rl_modules.language.completion_metrics import length_metrics, record_completions, table_is_due
 from rl_modules.language.critics import HeadOnPolicy, token_values, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
-from rl_modules.language.judges import check_same_tokens, in_parts, reference_log_probs_of
+from rl_modules.language.judges import reference_log_probs_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import (
@@ -22,9 +22,11 @@ from rl_modules.language.scoring import (
     completion_mask,
     extent_in,
     extent_of,
+    in_parts,
     log_probs_at,
     written_mask,
 )
+from rl_modules.language.tokenizer import check_same_tokens
 
 
 class RLHFPPO(PolicyWithReference):
@@ -198,7 +200,7 @@ class RLHFPPO(PolicyWithReference):
         earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
         mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
-        rollout |= in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
+        rollout |= in_parts(self.forward_rows, rollout, self.evaluate_completions, self.filter_of(rollout))
         reward = self.token_rewards(rollout)
         advantage = self.advantages(reward, rollout["value"], mask)
         returns = torch.where(mask, advantage + rollout["value"], 0.0)
@@ -409,7 +411,7 @@ class RLHFPPO(PolicyWithReference):
         """Logs evaluation metrics, with held-out completions' scores and their KL to the reference."""
         super().log_completions(batch, batch_idx)
         if self.wants_reference:
-            passes = in_parts(self, batch, self.evaluate_completions)
+            passes = in_parts(self.forward_rows, batch, self.evaluate_completions)
             distance = passes["log_prob"] - passes["ref_log_prob"]
             kl = torch.where(batch.get("written", distance == distance), distance, 0.0).sum(-1).mean()
             self.log_evaluation({"eval/kl": kl}, len(batch["answers"]))

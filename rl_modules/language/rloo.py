@@ -11,10 +11,10 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, made
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
-from rl_modules.language.judges import in_parts, reference_log_probs_of
+from rl_modules.language.judges import reference_log_probs_of
 from rl_modules.language.policy_with_reference import Rollout
 from rl_modules.language.sampling.support import Filter
-from rl_modules.language.scoring import written_mask
+from rl_modules.language.scoring import in_parts, written_mask
 
 #: An option of GRPO that RLOO sets itself.
 own = partial(fixed, instead="GRPO takes it")
@@ -84,7 +84,7 @@ class RLOO(GRPO):
         """
         if self.kl_coefficient:
             self.sync_reference()
-            passes = in_parts(self, rollout, self.evaluate_completions, self.filter_of(rollout))
+            passes = in_parts(self.forward_rows, rollout, self.evaluate_completions, self.filter_of(rollout))
             mask = written_mask(rollout)
             counts = rollout["finished"] if self.mask_truncated_completions else mask.any(-1)
             log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]

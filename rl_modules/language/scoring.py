@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.modules import on
 from rl_modules.fast import is_fast
 from rl_modules.language.architecture import is_sharded, text_config
 from rl_modules.language.fast.chosen_places import hooked, last_mlp
@@ -185,3 +186,31 @@ def prepare_head(model: Any) -> None:
         last_mlp(model)
     if is_large(_LARGE_BATCH, model):
         can_tile(model)
+
+
+def in_parts(
+    forward_rows: int,
+    rollout: dict[str, Any],
+    compute: Callable[..., dict[str, Tensor]],
+    filtered: Filter | None = None,
+) -> dict[str, Tensor]:
+    """Runs ``compute`` over a generation, in parts of ``forward_rows`` rows of similar length; it makes tensors [b] or
+    [b, L].
+    """
+    lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
+    total, length = lengths.tolist()
+    order = sorted(range(len(total)), key=total.__getitem__)
+    results: dict[str, Tensor] = {}
+    for rows in on(lengths.device, order).split(forward_rows):
+        longest = total[order[len(rows) - 1]]
+        order = order[len(rows) :]
+        text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
+        for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
+            if name not in results:
+                width = (max(length),) * (value.ndim - 1)
+                results[name] = value.new_zeros((len(total), *width))
+            if value.ndim == 1:
+                results[name][rows] = value
+            else:
+                results[name][rows, : value.shape[1]] = value
+    return results

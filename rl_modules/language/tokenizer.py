@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rl_modules.common.errors import UsageError
 from rl_modules.language.pretrained import prepared, read_tokenizer
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
@@ -49,3 +50,18 @@ def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.read_bytes().decode("latin-1") for path in files}
+
+
+def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Refuses a model whose tokens differ from those that the policy writes."""
+    theirs, ours = other.get_vocab(), policy.get_vocab()
+    if theirs == ours:
+        return
+    by_id = {i: token for token, i in ours.items()}
+    differing = sorted({i for token, i in set(theirs.items()) ^ set(ours.items())})
+    theirs_by_id = {i: token for token, i in theirs.items()}
+    i = differing[0]
+    raise UsageError(
+        f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
+        f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
+    )
