@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from datamodules.envs import episodes
-from datamodules.envs.boundary import boundary_of, require_finite
+from datamodules.envs.boundary import require_finite
 from datamodules.envs.failures import close
 from datamodules.envs.foreign import boundary_of
 from datamodules.envs.resumed import resume_episodes
