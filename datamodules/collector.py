@@ -23,7 +23,6 @@ from rl_modules.state_dependent_noise import exploring_act
 if TYPE_CHECKING:  # imported where a policy has a memory, and where something is normalised
     from datamodules.memory import Memory
     from datamodules.normalization import Normalizers
-    from rl_modules.base import ControlModule
 
 
 class Collector(Stateful):
@@ -232,7 +231,7 @@ class Collector(Stateful):
 # ---------------------------------------------------------------- calls of the algorithm
 
 
-def rollout_act(learner: "ControlModule") -> Act:
+def rollout_act(learner: Any) -> Act:
     """Returns what collects one rollout: the algorithm's ``act``, with ``use_sde`` with its noise, in its precision."""
     act: Any = learner.act
     if learner.hparams.get("use_sde"):

@@ -26,7 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 import rl_modules
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.envs.model import transition_model
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step
+from datamodules.language.messages import Message
 from datamodules.language.worlds import TextMaze
 from recipes.agent import write_records
 from recipes.cli.options import Parser

@@ -164,7 +164,7 @@ class Algorithm(Declared, L.LightningModule):
             return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **given)  # type: ignore[misc]
 
 
-def begin_training(module: "Algorithm") -> None:
+def begin_training(module: Any) -> None:
     """Completes what Lightning loads of a checkpoint, right before the first batch."""
     if module.run.resumes:
         resume_training(module)

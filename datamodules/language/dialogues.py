@@ -13,7 +13,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from datamodules.language.calls import calls_of
 from datamodules.language.chat_template import ChatEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
-from datamodules.language.environments import Message, check_messages, check_step, load_environment, written_message
+from datamodules.language.environments import RunSeed, load_environment, written_message
+from datamodules.language.messages import MOST_REWARD, Message, WrongAnswer
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
@@ -71,6 +72,7 @@ class Dialogues:
     ) -> None:
         self.calls, self.encoder, self.name, self.patience_s = calls, encoder, name, patience_s
         self.template = TurnTemplate(encoder, stops)
+        self._longest_token = max(map(len, encoder.tokenizer.get_vocab()))
         self._is_checked = self._has_answered = self._reported = False
 
     def write(
@@ -86,7 +88,7 @@ class Dialogues:
         rows = []
         for i, seed in enumerate(seeds):
             start = stream_seed(seeds[i - i % num_generations], 0, "start")
-            record = {**records[i // num_generations], "seed": seed, "start_seed": start}
+            record = {"seed": RunSeed(seed), "start_seed": RunSeed(start), **records[i // num_generations]}
             rows.append(Row(record, seed, next(self.calls.numbers)))
         try:
             self._open(rows, num_generations, limits)
@@ -108,49 +110,58 @@ class Dialogues:
         answers = [self.calls.start(row.number, "reset", row.record) for row in rows]
         wait(answers, None, for_all=True)
         opened: dict[int, Row] = {}
+        others = 0
         for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             try:
                 messages, tools = answer.value()
-                check_messages(messages, "reset", self.name)
+                own = {"prompt": messages or row.record["prompt"], **({"tools": tools} if tools else {})}
+                if (first := opened.get(i // num_generations)) is None:
+                    row.prompt_ids = self._encoded({**row.record, **own}, limits)
+                elif any(first.record.get(name) != value for name, value in own.items()):
+                    others += 1
+                    raise WrongAnswer(
+                        "returned other messages for the same record, but the dialogues of a prompt are compared with "
+                        "each other; draw what differs from record['start_seed']"
+                    )
+                else:
+                    row.prompt_ids = first.prompt_ids
             except (Exception, SystemExit) as error:
                 self.fail(row, error, "reset")
                 continue
-            row.record["prompt"] = messages or row.record["prompt"]
-            if tools:
-                row.record["tools"] = tools
-            first = opened.setdefault(i // num_generations, row)
-            if first is not row:
-                if first.record["prompt"] != row.record["prompt"]:
-                    raise UsageError(
-                        f"environment {self.name!r}: reset returned other messages for the same record, "
-                        "but the dialogues of a prompt are compared with each other; draw what differs "
-                        "from record['start_seed']"
-                    )
-                row.prompt_ids = first.prompt_ids
-                continue
-            if not self._is_checked:
-                self._is_checked = True
-                self.template.check(row.record)
-            prompt = self.encoder.messages(row.record["prompt"])
-            (row.prompt_ids,) = self.encoder.prompts([prompt], [row.record])
+            row.record |= own
+            opened.setdefault(i // num_generations, row)
         for i, row in enumerate(rows):
             if not row.prompt_ids:  # reset has failed
                 source = opened.get(i // num_generations)
                 row.prompt_ids = row.record["prompt_ids"] if source is None else source.prompt_ids
-            if not row.ended and len(row.prompt_ids) >= limits.context:
-                raise UsageError(
-                    f"environment {self.name!r} opens a dialogue with {len(row.prompt_ids)} tokens, the "
-                    f"model takes {limits.context}; shorten its messages"
-                )
+        if not self._has_answered and 0 < others == len(rows) - len(opened):
+            error = next(row.error for row in rows if row.error)
+            raise UsageError(f"environment {self.name!r}: {error}")
+
+    def _encoded(self, record: Record, limits: Limits) -> list[int]:
+        """The tokens of the messages that open a dialogue, which must leave the model room to answer."""
+        if not self._is_checked:
+            self.template.check(record)
+            self._is_checked = True
+        messages = self.encoder.messages(record["prompt"])
+        if self.are_longer(messages, limits.context):
+            raise WrongAnswer(f"opens a dialogue with more tokens than the {limits.context} that the model takes")
+        (ids,) = self.encoder.prompts([messages], [record])
+        if len(ids) >= limits.context:
+            raise WrongAnswer(f"opens a dialogue with {len(ids)} tokens, the model takes {limits.context}")
+        return ids
+
+    def are_longer(self, messages: Sequence[Message], tokens: int) -> bool:
+        """Whether messages have more characters than so many tokens hold, so that they need not be tokenized."""
+        return sum(len(str(message.get("content"))) for message in messages) > tokens * self._longest_token
 
     def fail(self, row: Row, error: BaseException, method: str) -> None:
         """Ends a dialogue whose environment has failed; the first failure is reported."""
-        took = (
-            f"took longer than {self.calls.limit_s:g} s"
-            if isinstance(error, TooLong)
-            else (f"raised {visible(what_happened(error))}")
-        )
-        row.ended, row.error = "failed", f"{method} {took}"
+        if isinstance(error, TooLong):
+            what = f"took longer than {self.calls.limit_s:g} s"
+        else:
+            what = visible(str(error)) if isinstance(error, WrongAnswer) else f"raised {visible(what_happened(error))}"
+        row.ended, row.error = "failed", f"{method} {what}"
         if not self._reported:
             self._reported = True
             notice(
@@ -202,19 +213,23 @@ class _Talk:
         row, answer = self.rows[number], self._asked.pop(number)
         over = Further(number, [], 0, 0)
         try:
-            messages, reward, done = check_step(answer.value(), self.dialogues.name)
+            messages, reward, done = answer.value()
+            row.rewards.append(reward)
+            if math.fsum(map(abs, row.rewards)) > MOST_REWARD:
+                raise WrongAnswer(f"returned rewards whose sum is above {MOST_REWARD:g}")
+            turns = len(row.rewards)
+            if done or turns >= self._limits.turns:
+                row.ended = "done" if done else "max_turns"
+                return replace(over, finished=done and row.last is not None)  # a cut message is truncated
+            if not messages:
+                raise WrongAnswer("returned no messages, and the dialogue is not over")
+            if self.dialogues.are_longer(messages, self._limits.tokens):
+                row.ended = "length"
+                return over
+            tokens = self.dialogues.template.following(row.messages[-1], row.last, messages, row.record)
         except (Exception, SystemExit) as error:
             self.dialogues.fail(row, error, "step")
             return over
-        row.rewards.append(reward)
-        turns = len(row.rewards)
-        if done or turns >= self._limits.turns:
-            row.ended = "done" if done else "max_turns"
-            return replace(over, finished=done and row.last is not None)  # a cut message is truncated
-        if not messages:
-            self.dialogues.fail(row, ValueError("no messages, and the dialogue is not over"), "step")
-            return over
-        tokens = self.dialogues.template.following(row.messages[-1], row.last, messages, row.record)
         row.used += len(tokens)
         if (limit := self._room(row)) < 1:
             row.used -= len(tokens)

@@ -13,16 +13,18 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 from datamodules.language.environments import Environment, replayable
-from datamodules.language.event_loop import EventLoop
-from datamodules.language.reward_arguments import TooLong
+from datamodules.language.event_loop import EventLoop, RunEnded, awaits_in
+from datamodules.language.messages import answer, opening
+from datamodules.language.reward_arguments import TooLong, copied
 from datamodules.language.tools import schema_of
+from rl_modules.common.errors import what_happened
 
 #: Threads that wait for environments at once.
 _MOST_THREADS = 512
 
 
 class Objects:
-    """Environments by number, in the process that holds them."""
+    """Environments by number, in the process that holds them. What they get is a copy, and so is what they return."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
@@ -31,18 +33,20 @@ class Objects:
 
     def call(self, number: int, method: str, argument: Any, limit_s: float | None) -> Any:
         """``reset`` makes a new object and returns its messages and tools; ``step`` asks it; ``close`` drops it."""
-        if method == "reset":
-            self._made[number] = self._make()
-            messages = self._loop.value_of(self._made[number].reset(argument), limit_s)
-            tools = getattr(self._made[number], "tools", ())
-            return list(messages or ()), [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]
-        if method == "close":
-            environment = self._made.pop(number, None)
-            with contextlib.suppress(Exception):  # the dialogue has ended
-                if callable(close := getattr(environment, "close", None)):
-                    self._loop.value_of(close(), limit_s)
-            return None
-        return self._loop.value_of(self._made[number].step(argument), limit_s)
+        argument = copied(argument)
+        with awaits_in(self._loop, limit_s):
+            if method == "reset":
+                self._made[number] = self._make()
+                messages = self._loop.value_of(self._made[number].reset(argument), limit_s)
+                tools = getattr(self._made[number], "tools", None) or ()
+                return opening(messages, [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools])
+            if method == "close":
+                environment = self._made.pop(number, None)
+                with contextlib.suppress(Exception):  # the dialogue has ended
+                    if callable(close := getattr(environment, "close", None)):
+                        self._loop.value_of(close(), limit_s)
+                return None
+            return answer(self._loop.value_of(self._made[number].step(argument), limit_s))
 
     def stop(self) -> None:
         self._loop.close()
@@ -114,8 +118,8 @@ def _work(pipe: Any, make: Callable[[], Environment]) -> None:
             return
         try:
             pipe.send((objects.call(number, method, argument, None), None))
-        except (Exception, SystemExit) as error:
-            pipe.send((None, f"{type(error).__name__}: {error}"))
+        except BaseException as error:
+            pipe.send((None, what_happened(error)))
 
 
 class EnvironmentCalls:
@@ -139,8 +143,10 @@ class EnvironmentCalls:
             answer.began_s = time.monotonic()
             try:
                 answer.future.set_result(holder.call(number, method, argument, self.limit_s))
-            except BaseException as error:
+            except (Exception, SystemExit, RunEnded) as error:
                 answer.future.set_exception(error)
+            except BaseException as error:  # of the environment: Ctrl-C reaches the main thread alone
+                answer.future.set_exception(RuntimeError(what_happened(error)))
 
         with self._lock:
             self._busy += 1

@@ -14,16 +14,14 @@
 ``PromptDataModule`` takes one by its import path, ``environment: my_package.games:Guess``, with ``environment_kwargs``.
 """
 
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from datamodules.language.calls import message_parser
+from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 
-#: A message as transformers' chat templates read it: ``role``, ``content``, of an assistant also ``tool_calls``.
-Message = dict[str, Any]
 #: New messages for the model, the turn's reward, and whether the dialogue is over.
 Step = tuple[Sequence[Message], float, bool]
 
@@ -43,8 +41,8 @@ class Environment(Protocol):
         """Begins a dialogue.
 
         Args:
-            record: the prompt's, with two further columns: ``seed``, private to the dialogue, and ``start_seed``, the
-                same for all dialogues of a prompt.
+            record: a copy of the prompt's, with two further columns where it has none of their names: ``seed``, private
+                to the dialogue, and ``start_seed``, the same for all dialogues of a prompt.
 
         Returns:
             The messages that open the dialogue, the same for all dialogues of a prompt; empty: the record's prompt.
@@ -52,7 +50,7 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Step | Awaitable[Step]:
-        """Answers a message of the model: ``role`` assistant, ``content`` its text without special tokens, and
+        """Answers a message of the model, a copy: ``role`` assistant, ``content`` its text without special tokens, and
         ``tool_calls`` where it wrote calls of ``tools``.
 
         Returns:
@@ -63,6 +61,15 @@ class Environment(Protocol):
 
 
 EnvironmentClass = Callable[..., Environment]
+
+
+class RunSeed(int):
+    """A seed of this run in a record that has no column of that name."""
+
+
+def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record's own columns, without what the run adds for environments."""
+    return {name: x for name, x in record.items() if name != "prompt_ids" and not isinstance(x, RunSeed)}
 
 
 def load_environment(given: str | EnvironmentClass, settings: Mapping[str, Any]) -> EnvironmentClass:
@@ -89,28 +96,3 @@ def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any])
     if not tools:
         return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
     return message_parser(tokenizer, tools)(tokenizer.decode(list(tokens)), "")
-
-
-def check_messages(messages: Any, method: str, name: str) -> None:
-    """Refuses what is no list of messages."""
-    for message in messages if isinstance(messages, list | tuple) else [None]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message["role"] == "assistant":
-            raise TypeError(
-                f"{method} of environment {name!r} gave {str(message or messages)[:60]!r}, where messages "
-                "{'role': …, 'content': …} of another role than assistant should be"
-            )
-
-
-def check_step(value: Any, name: str) -> tuple[list[Message], float, bool]:
-    """Checks what ``step`` returned."""
-    if not isinstance(value, tuple | list) or len(value) != 3:
-        raise TypeError(
-            f"step of environment {name!r} returned {str(value)[:60]!r}, where (messages, reward, done) should be"
-        )
-    messages, reward, done = value
-    messages = list(messages or ())
-    check_messages(messages, "step", name)
-    earned = float(reward)
-    if not math.isfinite(earned):
-        raise ValueError(f"step of environment {name!r} returned reward={reward!r}, where a finite number should be")
-    return messages, earned, bool(done)

@@ -1,11 +1,13 @@
-"""One event loop for all coroutines of a run, in a thread of its own, and functions within a time limit."""
+"""The event loop of a run's coroutines, and functions with a limit of time in threads of their own."""
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any
 
 from datamodules.language.reward_arguments import TooLong
@@ -16,7 +18,7 @@ _Serving = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Ev
 
 
 class RunEnded(BaseException):
-    """The event loop was closed; no error of the reward function, which is therefore not called again."""
+    """The event loop was closed; no error of the user's function, which is therefore not called again."""
 
 
 class EventLoop:
@@ -30,9 +32,7 @@ class EventLoop:
         with _OPENING:
             if self._opened is None or not self._opened[2].is_alive():
                 serving = _Serving()
-                thread = threading.Thread(
-                    target=lambda: asyncio.run(_serve(serving)), daemon=True, name="reward coroutines"
-                )
+                thread = threading.Thread(target=lambda: asyncio.run(_serve(serving)), daemon=True, name="coroutines")
                 thread.start()
                 self._opened = (*serving.result(), thread)
             opened = self._opened
@@ -77,8 +77,8 @@ async def _serve(serving: _Serving) -> None:
     await stop.wait()
 
 
-async def _outcome(call: Callable[[], Awaitable[Any]], limit_s: float | None) -> tuple[Any, SystemExit | None]:
-    """Returns the value and None, or None and the ``SystemExit``, which would end the loop if it were raised."""
+async def _outcome(call: Callable[[], Awaitable[Any]], limit_s: float | None) -> tuple[Any, BaseException | None]:
+    """Returns the value and None, or None and what would end the loop if it were raised."""
     task = asyncio.ensure_future(_guarded(call))
     await asyncio.wait({task}, timeout=limit_s)
     if not task.done():
@@ -87,11 +87,55 @@ async def _outcome(call: Callable[[], Awaitable[Any]], limit_s: float | None) ->
     return task.result()
 
 
-async def _guarded(call: Callable[[], Awaitable[Any]]) -> tuple[Any, SystemExit | None]:
+async def _guarded(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     try:
         return await call(), None
-    except SystemExit as ended:
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as ended:
         return None, ended
+
+
+# ---------------------------------------------------------------- the loop of whoever calls
+
+#: The loop and the limit of time of the run that calls a user's function in this thread.
+_OWN: ContextVar[tuple[EventLoop, float | None]] = ContextVar("loop of the run")
+#: For calls outside of a run, as of a script or a test.
+_SHARED = EventLoop()
+
+
+@contextlib.contextmanager
+def awaits_in(loop: EventLoop, limit_s: float | None) -> Iterator[None]:
+    """Within it :func:`awaited` takes a run's loop, and its limit of time."""
+    token = _OWN.set((loop, limit_s))
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
+def own_loop() -> EventLoop:
+    """The loop of the run that calls, or the one of all scripts: clients that a coroutine opens work in the next."""
+    return _OWN.get((_SHARED, None))[0]
+
+
+def awaited(result: Any) -> Any:
+    """A function's result; of an ``async`` one, once it is there."""
+    loop, limit_s = _OWN.get((_SHARED, None))
+    if inspect.iscoroutine(result) and _in_coroutine():
+        result.close()
+        raise RuntimeError("an async function can't be waited for inside a coroutine; call it from a plain function")
+    return loop.value_of(result, limit_s)
+
+
+def _in_coroutine() -> bool:
+    """Whether this thread runs an event loop, which would wait for itself."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- threads
 
 
 def in_time(func: Callable[..., Any], arguments: dict[str, Any], loop: EventLoop, limit_s: float) -> Any:

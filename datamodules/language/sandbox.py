@@ -111,7 +111,7 @@ def _run(code: str, time_s: float, memory_mb: int, output_limit: int, network: b
         output = stack.enter_context(tempfile.TemporaryFile())
         folder = "/"
         around: list[str] = []
-        rules = ()
+        rules: tuple[int, ...] = ()
         if unsafe:
             folder = tempfile.mkdtemp()
             # Python's own removal ends with a RecursionError in folders that are nested deeply.

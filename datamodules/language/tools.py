@@ -7,16 +7,18 @@ A function's signature and Google-style docstring become its JSON schema (transf
 chat template shows to the model. A wrong call is an observation: the model reads what was wrong.
 """
 
-import asyncio
 import inspect
 import json
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datamodules.language.calls import Call, calls_of
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step
+from datamodules.language.event_loop import awaited
+from datamodules.language.messages import Message, valid_text
 from datamodules.language.tasks.answers import reference_text
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, text_of
 from rl_modules.common.loading import load_object
 
 #: Characters of a result that a model reads; the rest is cut off.
@@ -53,11 +55,14 @@ class Tools:
         error = call.error or self._refusal(call)
         if error:
             return f"error: {error}"
+        known = self.schemas[call.name]["function"]["parameters"].get("properties", {})
+        arguments = {name: _fitted(value, known[name]) for name, value in call.arguments.items()}
         try:
-            result = awaited(self.functions[call.name](**call.arguments))
+            result = awaited(self.functions[call.name](**arguments))
             text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        except (Exception, SystemExit) as error:  # a tool's own, for the model to read
-            text = f"error: {type(error).__name__}: {error}"
+        except (Exception, SystemExit, GeneratorExit, CancelledError) as error:  # a tool's own, for the model to read
+            text = f"error: {type(error).__name__}: {text_of(error)}"
+        text = valid_text(text)
         cut = len(text) - self.result_limit
         return text if cut <= 0 else f"{text[: self.result_limit]} [{cut} characters cut off]"
 
@@ -71,20 +76,11 @@ class Tools:
         for name, value in call.arguments.items():
             if name not in known:
                 return f"{call.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}"
-            if not _fits(value, known[name]):
+            if _fitted(value, known[name]) is _MISFIT:
                 wanted = json.dumps({k: v for k, v in known[name].items() if k != "description"})
                 return f"{name}={json.dumps(value)[:80]} of {call.name} does not fit {wanted}"
         missing = [name for name in required if name not in call.arguments]
         return f"{call.name} needs {', '.join(missing)}" if missing else ""
-
-
-def awaited(result: Any) -> Any:
-    """A function's result; of an ``async`` one, once it is there."""
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -115,25 +111,38 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a JSON value fits a schema of ``get_json_schema``: type, enum, anyOf, nullable, items."""
+class _Misfit:
+    """What :func:`_fitted` returns of a value that does not fit."""
+
+
+_MISFIT = _Misfit()
+
+
+def _fitted(value: Any, schema: Mapping[str, Any]) -> Any:
+    """A JSON value as a schema of ``get_json_schema`` has it (type, enum, anyOf, nullable, items), 3.0 as an integer;
+    ``_MISFIT`` where it does not fit.
+    """
     if value is None and schema.get("nullable"):
-        return True
+        return value
     if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
+        found = (_fitted(value, one) for one in schema["anyOf"])
+        return next((one for one in found if one is not _MISFIT), _MISFIT)
     kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds and "number" not in kinds:
+        value = int(value)
     is_kind = not kinds or any(
         isinstance(value, _TYPES.get(kind, object)) and isinstance(value, bool) <= (kind == "boolean") for kind in kinds
     )
-    items = value if isinstance(value, list) else ()
-    entries = value.values() if isinstance(value, dict) else ()
-    return (
-        is_kind
-        and ("enum" not in schema or value in schema["enum"])
-        and all(_fits(item, schema.get("items", {})) for item in items)
-        and all(_fits(item, schema.get("additionalProperties", {})) for item in entries)
-    )
+    if not is_kind or ("enum" in schema and value not in schema["enum"]):
+        return _MISFIT
+    if isinstance(value, list):
+        items = [_fitted(item, schema.get("items", {})) for item in value]
+        return _MISFIT if _MISFIT in items else items
+    if isinstance(value, dict):
+        entries = {name: _fitted(item, schema.get("additionalProperties", {})) for name, item in value.items()}
+        return _MISFIT if _MISFIT in entries.values() else entries
+    return value
 
 
 class ToolEnvironment:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from datamodules.envs.maze import LAYOUT, MOVES, Maze
 from datamodules.language.calculator import calculator
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step
+from datamodules.language.messages import Message
 from datamodules.language.search import islands, search
 from datamodules.language.tools import ToolEnvironment
 from rl_modules.common.seeding import stream_seed

@@ -29,9 +29,17 @@ def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
+def text_of(error: BaseException) -> str:
+    """An error's own text, also where an error of the user's own can't say it."""
+    try:
+        return str(error)
+    except Exception:
+        return "without a text"
+
+
 def what_happened(error: BaseException) -> str:
     """Describes an exception of the user's code with its file and line, for a message."""
-    message = " ".join(str(error).split())[:300]
+    message = " ".join(text_of(error).split())[:300]
     places = [f" ({place.filename}:{place.lineno})" for place in traceback.extract_tb(error.__traceback__)]
     return f"{type(error).__name__}: {message}{places[-1] if places else ''}"
 

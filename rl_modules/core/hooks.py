@@ -10,17 +10,13 @@ monitor its metrics. The hooks of :data:`BEFORE` and :data:`AFTER` are therefore
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rl_modules.common.checkpoint_file import read_checkpoint, require_plain
-
-if TYPE_CHECKING:
-    from rl_modules.algorithm import Algorithm
-
 
 #: Framed hooks whose part runs before them.
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
@@ -94,24 +90,23 @@ def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..
 # ---------------------------------------------------------------- Lightning's loops, as of Lightning 2.6
 
 
-def copy_for_averages(module: "Algorithm") -> None:
+def copy_for_averages(module: Any) -> None:
     """Makes ``StochasticWeightAveraging`` copy a module that was just built, because its ``setup`` ran before."""
-    trainer: Any = module.trainer  # of which Lightning declares no callbacks
-    for callback in trainer.callbacks:
+    for callback in module.trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging):
-            callback.setup(trainer, module, "fit")
+            callback.setup(module.trainer, module, "fit")
 
 
-def is_cut_off(trainer: L.Trainer) -> bool:
+def is_cut_off(trainer: Any) -> bool:
     """Whether a run that resumes has batches left in the last epoch: a limit or a callback has stopped it there.
 
     A source of experience that is complete has none, wherever its epoch ended.
     """
-    is_complete = getattr(getattr(trainer, "datamodule", None), "is_complete", False)
+    is_complete = getattr(trainer.datamodule, "is_complete", False)
     return not (is_complete or trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
-def draw_over(trainer: L.Trainer, position: int) -> None:
+def draw_over(trainer: Any, position: int) -> None:
     """Sets the x-axis of what Lightning and its callbacks log by themselves: theirs counts batches with a step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = position
 

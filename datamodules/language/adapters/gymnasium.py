@@ -9,7 +9,8 @@ from typing import Any
 import gymnasium as gym
 from gymnasium import spaces
 
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step
+from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 
 

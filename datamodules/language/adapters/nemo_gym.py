@@ -11,7 +11,8 @@ import uuid
 from typing import Any
 
 from datamodules.language.calls import calls_of
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step, own_columns
+from datamodules.language.messages import Message
 
 
 class NeMoGymEnvironment:
@@ -33,7 +34,7 @@ class NeMoGymEnvironment:
 
     def reset(self, record: dict[str, Any]) -> list[Message]:
         """Seeds a session with the record's columns."""
-        self.record = {key: value for key, value in record.items() if key not in ("prompt_ids", "seed", "start_seed")}
+        self.record = own_columns(record)
         self.output: list[dict[str, Any]] = []
         self._post("seed_session", self.record)
         asked, tools = (record["responses_create_params"].get(key) or [] for key in ("input", "tools"))

@@ -6,7 +6,8 @@ environment_kwargs: {base_url: "http://localhost:8000", action: message, observa
 
 from typing import Any
 
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step
+from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 
 

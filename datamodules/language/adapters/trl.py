@@ -8,8 +8,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from datamodules.language.environments import Message, Step
-from datamodules.language.tools import Tools, awaited
+from datamodules.language.environments import Step, own_columns
+from datamodules.language.event_loop import awaited
+from datamodules.language.messages import Message, content_of
+from datamodules.language.tools import Tools
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
 
@@ -42,12 +44,11 @@ class TRLEnvironment:
 
     def reset(self, record: dict[str, Any]) -> list[Message]:
         """Resets the instance; returns the record's prompt with what it said."""
-        own = {name: value for name, value in record.items() if name not in ("seed", "start_seed", "prompt_ids")}
-        said = awaited(self.instance.reset(**own))
+        said = awaited(self.instance.reset(**own_columns(record)))
         prompt = record["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if said is not None:
-            messages[-1]["content"] += str(said)
+            messages[-1]["content"] = content_of(messages[-1]["content"]) + content_of(said)
         return messages
 
     def step(self, message: Message) -> Step:

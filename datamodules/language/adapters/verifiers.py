@@ -8,11 +8,12 @@ import asyncio
 import functools
 import json
 import queue
-import threading
 from typing import Any
 
 from datamodules.language.calls import calls_of
-from datamodules.language.environments import Message, Step
+from datamodules.language.environments import Step, own_columns
+from datamodules.language.event_loop import awaited, own_loop
+from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 
 
@@ -27,8 +28,8 @@ def load(env_id: str, env_args: str = "{}") -> Any:
 
 
 class VerifiersEnvironment:
-    """A rollout of a ``verifiers`` environment, which runs in a thread and asks this object where it would ask a server
-    of the model; the rubric's reward is that of the last turn.
+    """A rollout of a ``verifiers`` environment, in the run's event loop, which asks this object where it would ask a
+    server of the model; the rubric's reward is that of the last turn.
 
     Its records are ``load(env_id).get_dataset()``, for ``data`` of ``PromptDataModule`` or a JSONL file.
 
@@ -45,22 +46,21 @@ class VerifiersEnvironment:
     def __init__(self, env_id: str, env_args: dict[str, Any] | None = None) -> None:
         self.env = load(env_id, json.dumps(env_args or {}))
         self._asked: queue.Queue[Any] = queue.Queue()
-        self._said: queue.Queue[Any] = queue.Queue()
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
 
     def reset(self, record: dict[str, Any]) -> list[Message]:
         """Begins the rollout of a record with ``prompt``, a list of messages, and the environment's other columns."""
-        work = self._run({"example_id": 0, **record})
-        threading.Thread(target=asyncio.run, args=(work,), daemon=True).start()
+        own_loop().start(functools.partial(self._run, {"example_id": 0, **own_columns(record)}), None)
         return list(self._next()[0])
 
     def step(self, message: Message) -> Step:
         """Gives the rollout the model's message."""
-        self._said.put(message)
+        awaited(self._said.put(message))
         return self._next()
 
     def close(self) -> None:
-        """Ends the rollout, which can't read this message, and its thread."""
-        self._said.put(None)
+        """Ends the rollout, which can't read this message."""
+        awaited(self._said.put(None))
 
     def _next(self) -> Step:
         """Waits for what the rollout asks next, or for its end."""
@@ -75,10 +75,9 @@ class VerifiersEnvironment:
         methods = {**dict.fromkeys(Client.__abstractmethods__), "get_response": staticmethod(self.get_response)}
         try:
             state = await self.env.rollout(row, type("Policy", (Client,), methods)(None), "policy")
-            if state.get("error") is not None:
-                raise state["error"]
-            await self.env.rubric.score_rollout(state)
-            self._asked.put(([], float(state["reward"]), True))
+            if not (error := state.get("error")):
+                await self.env.rubric.score_rollout(state)
+            self._asked.put(error or ([], state["reward"], True))
         except BaseException as error:
             self._asked.put(error)
 
@@ -90,7 +89,7 @@ class VerifiersEnvironment:
         asked = [message.model_dump(exclude_none=True) for message in prompt]
         last = max((i for i, message in enumerate(asked) if message["role"] == "assistant"), default=-1)
         self._asked.put((asked[last + 1 :], 0.0, False))
-        said = await asyncio.to_thread(self._said.get)
+        said = await self._said.get()
         calls = [
             types.ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
             for i, call in enumerate(calls_of(said))

@@ -1,6 +1,8 @@
 """Adapters with the real packages; a test is skipped where its package is not installed."""
 
 import ast
+import asyncio
+import functools
 import json
 import socket
 import sys
@@ -17,7 +19,8 @@ from datamodules.language.adapters.nemo_gym import NeMoGymEnvironment
 from datamodules.language.adapters.openenv import OpenEnvEnvironment
 from datamodules.language.adapters.trl import TRLEnvironment
 from datamodules.language.adapters.verifiers import VerifiersEnvironment, load
-from datamodules.language.environments import load_environment
+from datamodules.language.environment_calls import EnvironmentCalls, wait
+from datamodules.language.environments import RunSeed, load_environment
 from rl_modules.common.errors import UsageError
 
 
@@ -88,6 +91,51 @@ def test_a_class_for_trl_s_environment_factory_runs_as_it_is():
     assert environment.step(said("Done.")) == ([], 1.0, True)
     environment.reset({"prompt": [{"role": "user", "content": "x"}], "target": 6})
     assert environment.step(said("Done.")) == ([], 0.0, True)
+
+
+class Client:
+    """A class of TRL's kind whose client belongs to the event loop in which it was opened."""
+
+    async def reset(self, seed=None, **kwargs) -> str:
+        self.seed, self.loop, self.lock = seed, asyncio.get_running_loop(), asyncio.Lock()
+        return "!"
+
+    async def ask(self, word: str) -> str:
+        """Asks.
+
+        Args:
+            word: What.
+        """
+        async with self.lock:
+            assert self.loop is asyncio.get_running_loop()
+            return word.upper()
+
+    async def get_reward(self) -> float:
+        assert self.loop is asyncio.get_running_loop()
+        return 0.5
+
+
+def test_an_async_class_of_trl_keeps_its_client_and_a_run_has_one_loop():
+    """Nine dialogues in the threads of a run; the column ``seed`` is the record's own."""
+    calls = EnvironmentCalls(functools.partial(TRLEnvironment, Client), 0, 10.0)
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+
+    def ask(method, argument):
+        answers = [calls.start(number, method, argument) for number in range(9)]
+        wait(answers, None, for_all=True)
+        return [answer.value() for answer in answers]
+
+    ask("reset", {"prompt": prompt, "seed": 3, "start_seed": RunSeed(5), "prompt_ids": [1]})
+    instances = [environment.instance for environment in calls._holders[0]._made.values()]
+    assert {instance.seed for instance in instances} == {3} and len({instance.loop for instance in instances}) == 1
+    for word in ("a", "b"):
+        for messages, _, _ in ask("step", said("", ("ask", {"word": word}))):
+            assert messages == [{"role": "tool", "name": "ask", "content": word.upper()}]
+    assert ask("step", said("done")) == [([], 0.5, True)] * 9
+    calls.stop()
+    deadline = time.monotonic() + 5
+    while not instances[0].loop.is_closed():
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.long

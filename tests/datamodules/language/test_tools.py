@@ -1,4 +1,5 @@
 import ast
+import asyncio
 import math
 import random
 import sys
@@ -34,6 +35,21 @@ def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", at: list[fl
     return f"{city} {days} {unit} {at}"
 
 
+def days(of: dict[str, list[int]], either: int | str) -> str:
+    """Tells days.
+
+    Args:
+        of: Days of months.
+        either: A day, or its name.
+    """
+    return f"{of} {either}"
+
+
+def half() -> str:
+    """Writes half a surrogate pair."""
+    return "a\ud83d"
+
+
 async def slowly(x: float) -> dict[str, Any]:
     """Doubles.
 
@@ -63,10 +79,14 @@ def test_a_tool_is_what_transformers_makes_of_it():
     (Call("weather", {"city": "Bern"}), "Bern 1 c None"),
     (Call("weather", {"city": "Bern", "days": 2, "unit": "f", "at": [1, 2.5]}), "Bern 2 f [1, 2.5]"),
     (Call("weather", {"city": "Bern", "at": None}), "Bern 1 c None"),
+    (Call("weather", {"city": "Bern", "days": 2.0, "at": [1.0]}), "Bern 2 c [1.0]"),  # JSON has one kind of number
+    (Call("days", {"of": {"May": [1.0, 2]}, "either": 3.0}), "{'May': [1, 2]} 3"),
+    (Call("days", {"of": {}, "either": "3.0"}), "{} 3.0"),
+    (Call("half", {}), "a\ufffd"),
     (Call("slowly", {"x": 3}), '{"twice": 6}'),
 ])  # fmt: skip
 def test_a_right_call_returns_the_function_s_result(call, result):
-    assert Tools([weather, slowly]).run(call) == result
+    assert Tools([weather, slowly, days, half]).run(call) == result
 
 
 @pytest.mark.parametrize(("call", "says"), [
@@ -76,6 +96,7 @@ def test_a_right_call_returns_the_function_s_result(call, result):
     (Call("weather", {"city": "Bern", "days": "2"}), "does not fit"),
     (Call("weather", {"city": "Bern", "days": True}), "does not fit"),
     (Call("weather", {"city": "Bern", "days": 2.5}), "does not fit"),
+    (Call("weather", {"city": "Bern", "days": 1e999}), "does not fit"),
     (Call("weather", {"city": "Bern", "unit": "k"}), "does not fit"),
     (Call("weather", {"city": "Bern", "at": ["noon"]}), "does not fit"),
     (Call("weather", {"city": None}), "does not fit"),
@@ -98,8 +119,36 @@ def leaves(x: int) -> str:
     sys.exit(x)
 
 
-def test_a_tool_that_ends_the_program_is_an_observation():
-    assert Tools([leaves]).run(Call("leaves", {"x": 2})) == "error: SystemExit: 2"
+async def closes() -> str:
+    """Ends its coroutine."""
+    raise GeneratorExit
+
+
+async def cancels() -> str:
+    """Ends its coroutine."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(("call", "result"), [
+    (Call("leaves", {"x": 2}), "error: SystemExit: 2"), (Call("closes", {}), "error: GeneratorExit: "),
+    (Call("cancels", {}), "error: CancelledError: "),
+])  # fmt: skip
+def test_a_tool_that_ends_the_program_is_an_observation(call, result):
+    assert Tools([leaves, closes, cancels]).run(call) == result
+
+
+def test_async_tools_share_a_loop_so_that_a_client_lives_from_call_to_call():
+    client: dict[str, Any] = {}
+
+    async def ask() -> int:
+        """Asks a client that belongs to the loop of the first call."""
+        client.setdefault("answers", asyncio.Queue()).put_nowait(1)
+        client.setdefault("reader", asyncio.ensure_future(asyncio.sleep(3600)))
+        assert client["reader"].get_loop() is asyncio.get_running_loop() and not client["reader"].done()
+        return client["answers"].qsize()
+
+    tools = Tools([ask])
+    assert [tools.run(Call("ask", {})) for _ in range(9)] == [str(n) for n in range(1, 10)]
 
 
 @pytest.mark.parametrize("one", [calculator, "datamodules.language.calculator:calculator"])
