@@ -172,7 +172,7 @@ class ControlDataModule(Experience):
     _collector: Collector | None = persistent()
 
     def __post_init__(self) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         if chosen := chosen_by_checkpoint(self):
             check_chosen(chosen, self.env_id, hp)
         self.env_id = as_vector(self.env_id)

@@ -211,7 +211,7 @@ class ReplayDataModule(ControlDataModule):
     def _resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else REPLAY
-        given: Any = self.hparams
+        given = self.hparams
         freq = wanted.train_freq if given.train_freq is None else given.train_freq
         self.train_freq, unit = freq if isinstance(freq, tuple | list) else (int(freq), "step")
         self.counts_episodes = unit == "episode"
@@ -272,7 +272,7 @@ class ReplayDataModule(ControlDataModule):
     def make_buffer(self) -> ReplayBuffer:
         """Makes the buffer of a run from the settings, before its first step."""
         sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
-        given: Any = self.hparams
+        given = self.hparams
         if given.n_sampled_goal:
             compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
             seed = stream_seed(self.seed, self._rank, "goals")

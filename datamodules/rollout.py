@@ -122,7 +122,7 @@ class RolloutDataModule(ControlDataModule):
     def _resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else MINIBATCHES
-        given: Any = self.hparams
+        given = self.hparams
         self.n_steps = wanted.n_steps if given.n_steps is None else int(given.n_steps)
         self.n_epochs = wanted.n_epochs if given.n_epochs is None else int(given.n_epochs)
         size = self.n_envs * self.n_steps

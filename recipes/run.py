@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from datamodules.base import ControlDataModule
@@ -18,6 +19,10 @@ from recipes.callbacks.progress import ProgressLines, StepProgressBar, Transitio
 from recipes.signals import requeue_signals
 from rl_modules.common.errors import UsageError
 from rl_modules.loggers import adapters
+
+if TYPE_CHECKING:
+    from recipes.trainer import Trainer
+
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
@@ -41,7 +46,7 @@ def run_name(algorithm: str, settings: Any, otherwise: str) -> str:
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
-def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[list[Path], Path | None]:
+def begin(trainer: "Trainer", name: str, run: Run | None = None) -> tuple[list[Path], Path | None]:
     """Gives a run its folder, at once; returns the folders that are its own, and the one on this machine's disk."""
     made, placed = number_alike(trainer), place_without_logger(trainer, name, run)
     logger = trainer.loggers[0] if trainer.loggers else None
@@ -50,7 +55,7 @@ def begin(trainer: Any, name: str, run: Run | None = None) -> tuple[list[Path], 
     return made or ([placed] if placed is not None and run is None else []), placed or here
 
 
-def number_alike(trainer: Any) -> list[Path]:
+def number_alike(trainer: "Trainer") -> list[Path]:
     """Gives all loggers of a new run one version number; returns their new folders."""
     # The first rank makes it now, because runs may start together, and ranks that are started later take it.
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
@@ -69,7 +74,7 @@ def number_alike(trainer: Any) -> list[Path]:
     return made
 
 
-def _unnumbered(trainer: Any) -> list[Any]:
+def _unnumbered(trainer: "Trainer") -> list[Any]:
     """Returns the loggers that number their folders and have none yet."""
     kinds = (TensorBoardLogger, CSVLogger)
     return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]
@@ -87,9 +92,13 @@ def _claimed(parent: Path, number: int) -> int:
             return number
 
 
-def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
+def require_own_folder(trainer: L.Trainer, ckpt_path: str | None) -> None:
     """Refuses a new run in the folder of another run: a named version, or one that a user's logger uses for all."""
-    logger = trainer.loggers[0] if trainer.loggers and trainer.is_global_zero and not trainer.fast_dev_run else None
+    logger = (
+        trainer.loggers[0]
+        if trainer.loggers and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
+        else None
+    )
     if logger is None or isinstance(logger, WandbLogger) or getattr(logger, "_version", "") is None:
         return
     folder = log_folder(trainer)
@@ -102,10 +111,10 @@ def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
         )
 
 
-def place_without_logger(trainer: Any, name: str, run: Run | None = None) -> Path | None:
+def place_without_logger(trainer: "Trainer", name: str, run: Run | None = None) -> Path | None:
     """Gives a run without a logger a numbered folder of its own."""
     checkpoints = Checkpoints.of(trainer)
-    writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run
+    writes = checkpoints is not None and checkpoints.writes and not getattr(trainer, "fast_dev_run", False)
     if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
         return None
     if run is None and "://" in str(trainer.default_root_dir):
@@ -181,12 +190,12 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def bar_of(data: Any) -> TransitionProgressBar:
+def bar_of(data: L.LightningDataModule) -> TransitionProgressBar:
     """Returns the progress bar of a datamodule's runs."""
     return TransitionProgressBar() if isinstance(data, ControlDataModule) else StepProgressBar()
 
 
-def show_lines(trainer: Any, data: Any) -> None:
+def show_lines(trainer: "Trainer", data: Any) -> None:
     """Makes a run without a terminal print its progress as lines."""
     if (checkpoints := Checkpoints.of(trainer)) is not None:
         checkpoints.progress = ProgressLines(bar_of(data))

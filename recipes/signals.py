@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import lightning as L  # `rl --help` does without it
 
 
 class Stopped(Exception):
@@ -22,7 +25,7 @@ class Stopped(Exception):
         self.is_found_again = True
 
 
-def end_at_sigterm(trainer: Any) -> None:
+def end_at_sigterm(trainer: "L.Trainer") -> None:
     """Ends this process and its ranks at SIGTERM; Lightning's handler would wait for ranks without the signal."""
 
     def end(signum: int, frame: FrameType | None) -> None:
@@ -33,7 +36,8 @@ def end_at_sigterm(trainer: Any) -> None:
         os.kill(os.getpid(), signum)
 
     if trainer.world_size > 1 and not requeue_signals(trainer):
-        trainer._signal_connector._sigterm_notifier_fn = end
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = end
 
 
 class StopRequests:
@@ -85,7 +89,7 @@ class StopRequests:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def requeue_signals(trainer: Any) -> tuple[int, ...]:
+def requeue_signals(trainer: "L.Trainer") -> tuple[int, ...]:
     """Returns the signal on which Lightning saves and requeues a SLURM job; none outside of such a job."""
     from lightning.fabric.plugins.environments import SLURMEnvironment  # `rl --help` does without it
 
@@ -95,7 +99,7 @@ def requeue_signals(trainer: Any) -> tuple[int, ...]:
     return ()
 
 
-def remove_requeue_checkpoints(trainer: Any) -> None:
+def remove_requeue_checkpoints(trainer: "L.Trainer") -> None:
     """Deletes the checkpoints of SLURM's queue, which Lightning would load even for the evaluation after training."""
     if not requeue_signals(trainer):
         return

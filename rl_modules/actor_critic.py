@@ -76,7 +76,7 @@ class ActorCriticModule(ControlModule):
 
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
-        hp: Any = self.hparams
+        hp = self.hparams
         if self.own_network is not None:
             custom: Any = CustomActorCritic(self.own_network, self.observation_space, self.action_space, critic)
             return custom

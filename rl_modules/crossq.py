@@ -75,7 +75,7 @@ class CrossQ(SAC):
         return policy
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> nn.Module:
-        hp: Any = self.hparams
+        hp = self.hparams
         return RenormalizedCritics(
             self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs, self.renorm
         )

@@ -121,7 +121,7 @@ class DQN(ControlModule):
 
     def make_network(self) -> QNetwork:
         """Builds the network of action values from the hyperparameters."""
-        hp: Any = self.hparams
+        hp = self.hparams
         n_actions, n = int(self.action_space.n), self.n_numbers
         if self.own_network is not None:
             custom: Any = custom_q_network(

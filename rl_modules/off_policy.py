@@ -122,7 +122,7 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- networks
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         pi, qf = tower_widths(self.observation_space, hp.net_arch, ("pi", "qf"), self.default_net_arch)
         bounds = ActionBounds(self.action_space)
         if self.own_network is not None:

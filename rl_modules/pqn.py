@@ -91,7 +91,7 @@ class PQN(ControlModule):
         require_finite_actions(type(self).__name__, self.action_space)
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         n_actions = int(self.action_space.n)
         if self.own_network is not None:
             custom: Any = custom_q_network(self.own_network, self.observation_space, n_actions)

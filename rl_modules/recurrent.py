@@ -64,7 +64,7 @@ class RecurrentMixin(ActorCriticModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         if hp.shared_lstm and hp.enable_critic_lstm:
             raise UsageError(
                 "shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
@@ -73,7 +73,7 @@ class RecurrentMixin(ActorCriticModule):
 
     def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
         """Policy, value function and their memories from the hyperparameters."""
-        hp: Any = self.hparams
+        hp = self.hparams
         return RecurrentActorCritic(
             self.observation_space,
             self.action_space,

@@ -127,7 +127,7 @@ class SAC(OffPolicyActorCritic):
         self.target_entropy = -float(self.network.bounds.width) if given == "auto" else float(given)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        hp: Any = self.hparams
+        hp = self.hparams
         if self.hparams["use_sde"]:
             return StateDependentPolicy(self.observation_space, width, net_arch, hp.activation_fn, hp.log_std_init)
         return SquashedGaussianPolicy(self.observation_space, width, net_arch, hp.activation_fn)

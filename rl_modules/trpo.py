@@ -99,7 +99,7 @@ class TRPO(ActorCriticModule):
         self._shuffler_seed = 0
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         self.network = self.make_network(critic=False)
         vf = hp.net_arch["vf"] if isinstance(hp.net_arch, dict) else hp.net_arch
         self.value_network = ValueNetwork(self.observation_space, vf, hp.activation_fn, hp.ortho_init)

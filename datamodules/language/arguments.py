@@ -214,7 +214,7 @@ class LanguageArguments(Experience):
     )
 
     def __post_init__(self) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")

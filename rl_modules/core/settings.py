@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -212,6 +212,12 @@ class Declared:
     #: Schedules of the arguments that are declared so.
     schedules: dict[str, Schedule]
     _given: "Given"
+
+    if TYPE_CHECKING:
+
+        @property
+        def hparams(self) -> Any:
+            """The arguments by name, as attributes and as items; Lightning's type has no attributes."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         take(self, args, given)

@@ -5,7 +5,7 @@ Rewards are those of all ranks, one row per prompt. A NaN marks a completion wit
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from rl_modules import functional as F
 from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
+
+if TYPE_CHECKING:
+    from rl_modules.language.grpo import GRPO
+
 
 GroupScores = Callable[[Tensor], Tensor]
 
@@ -45,7 +49,7 @@ ADVANTAGES: dict[str, GroupScores] = {
 IN_GROUPS = (grpo, dr_grpo, rloo)
 
 
-def load_argument(module: Any) -> GroupScores | None:
+def load_argument(module: "GRPO") -> GroupScores | None:
     """Returns the function that a module's argument ``advantages`` gives or names."""
     given = module.advantage_function
     return load_advantages(given, "advantages" in chosen_by_checkpoint(module)) if isinstance(given, str) else given
@@ -80,7 +84,7 @@ def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
     return scores
 
 
-def turn_advantages(module: Any, rollout: dict[str, Any]) -> Tensor:
+def turn_advantages(module: "GRPO", rollout: dict[str, Any]) -> Tensor:
     """Returns the advantages of dialogues turn by turn, [B, L].
 
     A_k = f(R_k), where f is the module's ``advantages`` and R_k = r_k + γ R_{k+1} what a dialogue's turns from k on

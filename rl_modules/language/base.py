@@ -212,7 +212,7 @@ class LanguageModule(LanguageMetrics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         if hp.description is None:
             refuse_loading_arguments(hp.model_config)
         self.model = None
@@ -239,7 +239,7 @@ class LanguageModule(LanguageMetrics):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded on first access, because datamodules need it before the model is built."""
         if self._tokenizer is None:
-            hp: Any = self.hparams
+            hp = self.hparams
             if hp.description is not None:
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             elif self._given_model and hp.tokenizer_name_or_path is None:
@@ -255,7 +255,7 @@ class LanguageModule(LanguageMetrics):
 
     def _architecture(self) -> Any:
         """The config of the checkpoint's description, or of the source with changed fields."""
-        hp: Any = self.hparams
+        hp = self.hparams
         known = hp.description
         source, fields = (self._source, hp.model_config) if known is None else (None, known["config"])
         return make_config(source, fields, self.tokenizer, self.dropout)
@@ -271,7 +271,7 @@ class LanguageModule(LanguageMetrics):
         Under ``ModelParallelStrategy`` the first rank reads the weights and scatters them over all ranks. At the start
         of ``fit`` the last run's state is cleared.
         """
-        hp: Any = self.hparams
+        hp = self.hparams
         sharding, is_new = adopt_strategy(self._trainer), self.model is None
         is_half = self._trainer is not None and isinstance(self.trainer.precision_plugin, HalfPrecision)
         if is_half:
@@ -306,7 +306,7 @@ class LanguageModule(LanguageMetrics):
 
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
-        hp: Any = self.hparams
+        hp = self.hparams
         return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
 
     def describe(self, config: Any) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class LanguageModule(LanguageMetrics):
             config: the architecture.
             source: directory, hub name or model that the weights come from; None: new ones.
         """
-        hp: Any = self.hparams
+        hp = self.hparams
         self.model = make_model(
             config,
             source,

@@ -1,6 +1,6 @@
 """What a language module's checkpoint holds besides its run: no frozen weights from a path, one mean gradient."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,8 +14,11 @@ from rl_modules.language.lora import refuse_other_adapters
 from rl_modules.language.metrics import monitored
 from rl_modules.language.sharding import share, whole
 
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
 
-def complete(module: Any, checkpoint: dict[str, Any]) -> None:
+
+def complete(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
     """Leaves frozen weights out of a checkpoint; adds the last values of metrics that callbacks monitor."""
     if frozen := module.hparams["description"]["frozen"]:
         leave_out(module, checkpoint, frozen)
@@ -23,13 +26,13 @@ def complete(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["monitored"] = {name: value for name, value in module.latest_metrics.items() if name in watched}
 
 
-def add_frozen(module: Any, state_dict: dict[str, Tensor]) -> None:
+def add_frozen(module: "LanguageModule", state_dict: dict[str, Tensor]) -> None:
     """Adds the frozen weights that a checkpoint's state dict lacks."""
     if frozen := module.hparams["description"]["frozen"]:
         frozen_weights.add_frozen(module, state_dict, frozen)
 
 
-def add_frozen_to(module: Any, checkpoint: dict[str, Any]) -> None:
+def add_frozen_to(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
     """Adds the same to a checkpoint of a run that resumes, where they are the weights with which it began."""
     if saved := (settings_of(checkpoint).get("description") or {}).get("frozen", {}):
         require_same_weights(module._sources, saved, module.hparams)
@@ -40,14 +43,14 @@ def add_frozen_to(module: Any, checkpoint: dict[str, Any]) -> None:
     module.hparams["description"] = {**own, "frozen": kept}
 
 
-def require_same_adapters(module: Any, checkpoint: dict[str, Any]) -> None:
+def require_same_adapters(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint with adapters for a model without any, and the reverse."""
     saved, own = settings_of(checkpoint), module.hparams["lora"]
     if "lora" in saved and (own is None) != (saved["lora"] is None):
         refuse_other_adapters(own, saved["lora"])
 
 
-def gradients_so_far(module: Any) -> dict[str, Tensor]:
+def gradients_so_far(module: "LanguageModule") -> dict[str, Tensor]:
     """The gradients of an unfinished step, averaged over ranks, on the CPU."""
     gradients = accumulated_gradients(module)
     if is_sharded(module.model):  # and averaged already
@@ -58,7 +61,7 @@ def gradients_so_far(module: Any) -> dict[str, Tensor]:
     return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
 
 
-def take_up(module: Any) -> None:
+def take_up(module: "LanguageModule") -> None:
     """Continues the curves and the unfinished step of a loaded checkpoint, before training begins."""
     hand_to_callbacks(module.trainer, module.latest_metrics)
     module._means.to(module.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from rl_modules import functional as F
 from rl_modules.functional.grpo import importance_ratio
 from rl_modules.language.scoring import tokens_written, written_mask
 from rl_modules.loggers import adapters
+
+if TYPE_CHECKING:
+    from rl_modules.language.policy import LanguagePolicy
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +35,9 @@ def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
     }
 
 
-def record_completions(module: Any, rollout: dict[str, Any], *columns: Tensor, std: bool = True) -> list[Tensor]:
+def record_completions(
+    module: LanguagePolicy, rollout: dict[str, Any], *columns: Tensor, std: bool = True
+) -> list[Tensor]:
     """Records rewards, failures and logs; returns the columns [B], tokens written and finished of all ranks."""
     total = rollout["prompt_length"] + rollout["length"]
     own = [*columns, tokens_written(rollout), rollout["finished"], total]
@@ -50,7 +55,7 @@ def record_completions(module: Any, rollout: dict[str, Any], *columns: Tensor, s
     return found
 
 
-def table_is_due(module: Any) -> bool:
+def table_is_due(module: LanguagePolicy) -> bool:
     """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
     step = module.trainer.global_step
     if not module.completions_steps or step < module._table_due_at:
@@ -59,7 +64,9 @@ def table_is_due(module: Any) -> bool:
     return True
 
 
-def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None) -> None:
+def record_generation(
+    module: LanguagePolicy, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None
+) -> None:
     """Records GRPO's generation; without the tokens' ``entropy`` [B, L] their log-probabilities estimate it."""
     spread = -rollout["log_prob"] if entropy is None else entropy
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
@@ -91,7 +98,7 @@ def record_generation(module: Any, rollout: dict[str, Any], fields: dict[str, Te
                 adapter.write_histogram("train/completions/length", length, module.trainer.global_step)
 
 
-def record_clipping(module: Any, log_prob: Tensor, batch: dict[str, Any]) -> None:
+def record_clipping(module: LanguagePolicy, log_prob: Tensor, batch: dict[str, Any]) -> None:
     """Records fractions of clipped ratios: their means, and their extremes over completions."""
     mask, advantage, level = batch["mask"], batch["advantage"], module.importance_sampling_level
     weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]

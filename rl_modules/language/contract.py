@@ -16,6 +16,9 @@ from rl_modules.core.hooks import OfRun
 from rl_modules.core.seams import DATAMODULES
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
 
 class DemonstrationBatch(TypedDict, total=False):
     """A micro-batch of demonstrations, from ``InstructionDataModule``."""
@@ -285,7 +288,7 @@ class BatchCheck(OfRun):
         require_tokens(module, batch, "predict_step")
 
 
-def require_tokens(module: Any, batch: Any, step: str) -> None:
+def require_tokens(module: "LanguageModule", batch: Any, step: str) -> None:
     """Refuses a batch without tokens. Batches of a user-defined step are not checked."""
     if isinstance(batch, Mapping) and "tokens" in batch:
         return

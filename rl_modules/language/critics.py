@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import body_of, remove_dropout, transformers_model
@@ -35,7 +36,7 @@ def value_model_from(
 
 
 def value_model_from_policy(
-    policy: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
+    policy: PreTrainedModel, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
 ) -> Any:
     """Copies a policy's body to a trainable value model with a head of one output, which is 0 at first."""
     if getattr(policy, "is_quantized", False):

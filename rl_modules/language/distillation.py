@@ -105,7 +105,7 @@ class Distillation(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         self._served: Any = None
         url = hp.teacher_model_server_url
         if url is not None and (

@@ -252,9 +252,9 @@ class DPO(PreferencePolicy):
         return total
 
 
-def refuse_contradictions(module: Any) -> None:
+def refuse_contradictions(module: "DPO") -> None:
     """Refuses arguments of which one would do nothing, or can't do its part, beside another."""
-    hp: Any = module.hparams
+    hp = module.hparams
     names = _names(hp.loss_type)
     if hp.loss_weights is not None and len(hp.loss_weights) != len(names):
         raise UsageError(

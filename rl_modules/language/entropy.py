@@ -1,14 +1,17 @@
 """Entropy in GRPO's loss: the tokens with the highest ones, and a bonus."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
 
+if TYPE_CHECKING:
+    from rl_modules.language.grpo import GRPO
 
-def entropy_terms(module: Any, entropy: Tensor, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor | float]:
+
+def entropy_terms(module: "GRPO", entropy: Tensor, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor | float]:
     """Returns the batch with advantages of uncertain tokens only, and the bonus times its weight.
 
     The bonus is this micro-batch's part of the step's mean entropy of these tokens; ``entropy`` is [b, L].
@@ -24,7 +27,7 @@ def entropy_terms(module: Any, entropy: Tensor, batch: dict[str, Any]) -> tuple[
     return batch, module.entropy_coef * (F.masked_mean(entropy, uncertain) * share * batch["n_micro"])
 
 
-def uncertain_tokens(module: Any, entropy: Tensor, mask: Tensor) -> Tensor:
+def uncertain_tokens(module: "GRPO", entropy: Tensor, mask: Tensor) -> Tensor:
     """Returns the tokens with the ``top_entropy_quantile`` of all ranks' entropies, as in TRL, [b, L] bool."""
     values = torch.where(mask, entropy, torch.nan)
     if module._world_size > 1:

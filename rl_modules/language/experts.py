@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import text_config, transformers_model, wants_router_loss
+
+if TYPE_CHECKING:
+    from rl_modules.language.grpo import GRPO
 
 
 def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_added: bool) -> None:
@@ -60,7 +63,7 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: i
     return text_config(model.config).router_aux_loss_coef * loss
 
 
-def completions_router_loss(module: Any, logits: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+def completions_router_loss(module: "GRPO", logits: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
     """Returns and records the same over the tokens of prompts and completions of a minibatch."""
     filled = batch["prompt_length"] + batch["length"]
     # The forward pass does not read the last column, which predicts nothing.

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import begins_unchanged
 
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
+
 #: Source and digest of the frozen weights of each part of a module, by the prefix of its parameters' names.
 Sources = dict[str, dict[str, str]]
 
 
-def describe_sources(module: Any, arguments: dict[str, str]) -> Sources:
+def describe_sources(module: "LanguageModule", arguments: dict[str, str]) -> Sources:
     """Describes the frozen weights that arguments name by path and digest, which checkpoints hold instead."""
     sources: Sources = {}
     for prefix, argument in arguments.items():
@@ -46,7 +50,7 @@ def source_path(source: dict[str, str], given: Any) -> str:
     return place
 
 
-def check_sources(module: Any, sources: Sources) -> Sources:
+def check_sources(module: "LanguageModule", sources: Sources) -> Sources:
     """Compares weights that were read again with the digests of those with which the run began."""
     for prefix, source in sources.items():
         _compare(digest(frozen_parameters(module, prefix)), source, module.hparams)
@@ -106,26 +110,26 @@ def _states(checkpoint: dict[str, Any]) -> list[dict[str, Tensor]]:
     return [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
 
 
-def frozen_names(module: Any, prefixes: Iterable[str]) -> set[str]:
+def frozen_names(module: "LanguageModule", prefixes: Iterable[str]) -> set[str]:
     """Returns the names of a module's frozen parameters that begin with one of the prefixes."""
     return {name for prefix in prefixes for name in frozen_parameters(module, prefix)}
 
 
-def add_frozen(module: Any, state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
+def add_frozen(module: "LanguageModule", state_dict: dict[str, Tensor], prefixes: Iterable[str]) -> None:
     """Adds the frozen weights that a checkpoint does not contain, with their directory's values."""
     if missing := frozen_names(module, prefixes) - state_dict.keys():
         own = dict(module.named_parameters(remove_duplicate=False))  # without the scales of quantized weights
         state_dict.update({name: own[name].detach() for name in missing & own.keys()})
 
 
-def leave_out(module: Any, checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
+def leave_out(module: "LanguageModule", checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
     """Deletes the frozen weights from a checkpoint."""
     for name in frozen_names(module, prefixes):
         for state in _states(checkpoint):
             del state[name]
 
 
-def add_to(module: Any, checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
+def add_to(module: "LanguageModule", checkpoint: dict[str, Any], prefixes: Iterable[str]) -> None:
     """Adds the frozen weights to a checkpoint that does not contain them."""
     for state in _states(checkpoint):
         add_frozen(module, state, prefixes)

@@ -199,7 +199,7 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
         if self.loss_type == "cispo" and hp.epsilon_high is None:
             raise UsageError(
@@ -339,7 +339,7 @@ class GRPO(PolicyWithReference):
     @property
     def rescores(self) -> bool:
         """Whether log-probabilities are computed again: the sampler's differ by engine, unknown filters or rounding."""
-        hp: Any = self.hparams
+        hp = self.hparams
         if self.correction != "none" or hp.sampler != "native" or self.lacks_support:
             return True
         exact = self.trainer.precision in ("32-true", "64-true") and hp.torch_dtype == "float32"

@@ -21,12 +21,13 @@ from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer
 
 if TYPE_CHECKING:
+    from rl_modules.language.policy_with_reference import PolicyWithReference
     from rl_modules.language.sampling.support import Filter
 
 
-def build_judges(policy: Any, config: Any) -> None:
+def build_judges(policy: PolicyWithReference, config: Any) -> None:
     """Sets ``reference``, ``reward_model``, its tokenizer and offset; a checkpoint's wait for its weights or source."""
-    hp: Any = policy.hparams
+    hp = policy.hparams
     described = hp.description is not None
     judge = frozen_source(policy, "reward_model.") if described else hp.get("reward_model_name_or_path")
     if judge is not None:
@@ -59,7 +60,7 @@ def frozen(model: Any) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def _build_described_reference(policy: Any, config: Any) -> None:
+def _build_described_reference(policy: PolicyWithReference, config: Any) -> None:
     hp, source = policy.hparams, frozen_source(policy, "reference.")
     if source is not None and hp[policy.reference_argument] is not None:
         policy.reference = frozen(_read_reference(policy, source))
@@ -76,7 +77,7 @@ def _build_described_reference(policy: Any, config: Any) -> None:
             )
 
 
-def _described(policy: Any, which: str, head: str, tokenizer: Any) -> Any:
+def _described(policy: PolicyWithReference, which: str, head: str, tokenizer: Any) -> Any:
     """A frozen model whose weights the checkpoint brings, or None."""
     hp = policy.hparams
     if hp.description[which] is None:
@@ -85,7 +86,7 @@ def _described(policy: Any, which: str, head: str, tokenizer: Any) -> Any:
     return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
 
 
-def _read_reward_model(policy: Any, path: str) -> Any:
+def _read_reward_model(policy: PolicyWithReference, path: str) -> Any:
 
     hp = policy.hparams
     try:
@@ -100,7 +101,7 @@ def _read_reward_model(policy: Any, path: str) -> Any:
     return found.model
 
 
-def _read_reference(policy: Any, path: str) -> Any:
+def _read_reference(policy: PolicyWithReference, path: str) -> Any:
     hp, argument = policy.hparams, policy.reference_argument
     try:
         if str(path).endswith(".ckpt"):
@@ -131,7 +132,7 @@ def _causal_model_of(path: str, hp: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def require_same_reference(policy: Any, checkpoint: dict[str, Any]) -> None:
+def require_same_reference(policy: PolicyWithReference, checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint of a run that had a reference where this one has none, and the reverse."""
     description = settings_of(checkpoint).get("description") or {}
     had_reference = description.get("reference_config") is not None
@@ -148,14 +149,14 @@ def require_same_reference(policy: Any, checkpoint: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- passes over a generation
 
 
-def scores_of_texts(policy: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+def scores_of_texts(policy: PolicyWithReference, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
     """The reward model's score of whole texts minus its offset, [b]."""
     require_room("reward model", policy.reward_model, tokens)
     return sequence_scores(policy.reward_model, tokens, prompt_length + length) - policy.reward_offset
 
 
 def reference_log_probs_of(
-    policy: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    policy: PolicyWithReference, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
 ) -> Tensor:
     """Returns log π_ref of the completions' tokens, [b, L]."""
     with policy.reference_model() as reference:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -23,9 +24,9 @@ def displayed_name(name: str) -> str:
     return name if name.startswith(GROUPS) else f"train/{name}"
 
 
-def monitored(trainer: Any) -> set[str]:
+def monitored(trainer: L.Trainer) -> set[str]:
     """Metrics that callbacks of a Trainer monitor."""
-    names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)
+    names = (getattr(callback, "monitor", None) for callback in getattr(trainer, "callbacks", ()))
     return {name for name in names if isinstance(name, str)}
 
 

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -31,14 +31,18 @@ from rl_modules.language.lora import add_lora, plain_adapters, train_in_float32
 from rl_modules.language.pretrained import copy_of, directory_of, read_model, require_all_weights, unreadable
 from rl_modules.language.quantized import plain_quantization, quantization, require_left_out, require_trainable
 
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
+
 #: Types of weights.
 DTYPES = ("float32", "bfloat16", "float16")
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 
 
-def build_models(module: Any, sharding: Any) -> None:
+def build_models(module: "LanguageModule", sharding: Any) -> None:
     """Builds a module's models, and the description from which a checkpoint builds them again."""
-    hp: Any = module.hparams
+    hp = module.hparams
     config, trainer = module._architecture(), module._trainer
     # New weights are drawn from the datamodule's seed. The global generators keep their state: the CPU's, and that
     # of the device on which Lightning creates tensors.
@@ -61,9 +65,9 @@ def build_models(module: Any, sharding: Any) -> None:
     hp["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
 
-def _described(module: Any, config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+def _described(module: "LanguageModule", config: Any) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Returns the models as plain data, and the sources of frozen weights."""
-    known: Any = module.hparams["description"]
+    known = module.hparams["description"]
     description = module.describe(config) if known is None else known
     arguments: Any = module.frozen_arguments() if known is None else description.get("frozen", {})
     if not arguments:
@@ -142,7 +146,7 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({*listed, tokenizer.eos_token_id})
 
 
-def frozen_source(module: Any, prefix: str) -> str | None:
+def frozen_source(module: "LanguageModule", prefix: str) -> str | None:
     """Directory of frozen weights that the loaded checkpoint does not contain; None: it contains them."""
     source = module.hparams["description"].get("frozen", {}).get(prefix)
     if source is None:
@@ -207,7 +211,7 @@ def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
     return plain_quantization(name, given)
 
 
-def adapters_of(module: Any) -> dict[str, Any] | None:
+def adapters_of(module: "LanguageModule") -> dict[str, Any] | None:
     """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
     lora: dict[str, Any] | None = module.hparams["lora"]
     return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}

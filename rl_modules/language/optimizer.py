@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import get_scheduler
@@ -10,13 +10,17 @@ from transformers.trainer_utils import SchedulerType
 
 from rl_modules.common.errors import UsageError
 
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
+
 #: Schedules that go by optimizer steps; the others follow a metric, which is not known at every step.
 KINDS = tuple(kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy"))
 #: Schedules for which transformers reads no further arguments.
 _CONSTANT = ("constant", "constant_with_warmup")
 
 
-def adamw(module: Any, parameters: Iterable) -> torch.optim.Optimizer:
+def adamw(module: "LanguageModule", parameters: Iterable) -> torch.optim.Optimizer:
     """Returns AdamW with weight decay on matrices, but not on biases and norms."""
     named, trainer = list(parameters), module.trainer
     groups = [
@@ -31,7 +35,7 @@ def adamw(module: Any, parameters: Iterable) -> torch.optim.Optimizer:
     return torch.optim.AdamW(filled, lr=module.learning_rate, eps=module.adam_eps, fused=fused)
 
 
-def schedule_of(module: Any, optimizer: torch.optim.Optimizer) -> Any:
+def schedule_of(module: "LanguageModule", optimizer: torch.optim.Optimizer) -> Any:
     """Returns the schedule of a run."""
     hp, steps = module.hparams, module.trainer.estimated_stepping_batches
     kind, arguments = hp.lr_scheduler_type, hp.lr_scheduler_kwargs or {}
@@ -52,24 +56,24 @@ def schedule_of(module: Any, optimizer: torch.optim.Optimizer) -> Any:
             ) from error
 
 
-def beside_optimizer(module: Any) -> str | bool:
+def beside_optimizer(module: "LanguageModule") -> str | bool:
     """The reason why an argument of AdamW is idle."""
     return module.optimizer_factory is not None and "beside optimizer, which has its own; give it to that"
 
 
-def beside_scheduler(module: Any) -> str | bool:
+def beside_scheduler(module: "LanguageModule") -> str | bool:
     """The reason why an argument of the schedule is idle."""
     is_replaced = module.scheduler_factory is not None
     return is_replaced and "beside lr_scheduler, which is the whole schedule; make it a part of that"
 
 
-def without_warmup(module: Any) -> str | bool:
+def without_warmup(module: "LanguageModule") -> str | bool:
     """The reason why ``warmup_steps`` is idle."""
     is_constant = module.hparams["lr_scheduler_type"] == "constant"
     return beside_scheduler(module) or (is_constant and "with lr_scheduler_type='constant'; take constant_with_warmup")
 
 
-def without_arguments(module: Any) -> str | bool:
+def without_arguments(module: "LanguageModule") -> str | bool:
     """The reason why ``lr_scheduler_kwargs`` are idle."""
     kind = module.hparams["lr_scheduler_type"]
     return beside_scheduler(module) or (

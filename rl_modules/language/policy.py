@@ -72,7 +72,7 @@ class LanguagePolicy(LanguageModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         check_options(hp.sampler, hp.sampler_options or {})
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
@@ -87,7 +87,7 @@ class LanguagePolicy(LanguageModule):
     def sampler(self) -> Sampler:
         """The engine that generates completions, created on first access with the current weights."""
         if self._sampler is None:
-            hp: Any = self.hparams
+            hp = self.hparams
             trainer: Any = self._trainer
             ranks = (0, 1, 0) if trainer is None else (trainer.global_rank, trainer.world_size, trainer.local_rank)
             self._sampler = make_sampler(
@@ -217,7 +217,7 @@ class LanguagePolicy(LanguageModule):
         columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
         for name, column, counts, n in columns:
             self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
-        log_logged(self, batch.get("logged", {}))
+        self.log_logged(batch.get("logged", {}))
         if batch_idx == 0 and self.trainer.is_global_zero:
             table = {"prompt": batch["prompts"], "completion": batch["texts"]}
             table |= {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
@@ -229,19 +229,18 @@ class LanguagePolicy(LanguageModule):
             for adapter in adapters(self.trainer):
                 adapter.write_table(name, columns, rows, self.trainer.global_step)
 
-
-def log_logged(module: Any, logged: dict[str, tuple[float, int]]) -> None:
-    """Logs what reward functions logged about held-out completions, as ``eval/<name>``."""
-    names = list(logged)
-    if module.trainer.world_size > 1:
-        # Lightning reduces each metric over the ranks, which must all have it, in one order.
-        ranks: list[Any] = [None] * module.trainer.world_size
-        torch.distributed.all_gather_object(ranks, names)
-        names = sorted({name for own in ranks for name in own})
-    for name in names:
-        mean, weight = logged.get(name, (0.0, 0))
-        module.claim_logged({f"eval/{name}": name})
-        module._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=module.device)}, weight)
+    def log_logged(self, logged: dict[str, tuple[float, int]]) -> None:
+        """Logs what reward functions logged about held-out completions, as ``eval/<name>``."""
+        names = list(logged)
+        if self.trainer.world_size > 1:
+            # Lightning reduces each metric over the ranks, which must all have it, in one order.
+            ranks: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(ranks, names)
+            names = sorted({name for own in ranks for name in own})
+        for name in names:
+            mean, weight = logged.get(name, (0.0, 0))
+            self.claim_logged({f"eval/{name}": name})
+            self._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
 
 
 def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:

@@ -36,12 +36,12 @@ def check_reward_weights(name: str, weights: Any) -> Any:
     return weights
 
 
-def without_reference(module: Any) -> str | None:
+def without_reference(module: "PolicyWithReference") -> str | None:
     """The reason why settings of the reference are idle."""
     return None if module.wants_reference else "where no reference is read, as with beta=0 or reference_free=true"
 
 
-def without_sync(module: Any) -> str | None:
+def without_sync(module: "PolicyWithReference") -> str | None:
     """The reason why settings of the reference's updates are idle."""
     return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
 
@@ -99,7 +99,7 @@ class PolicyWithReference(LanguagePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp: Any = self.hparams
+        hp = self.hparams
         if self.sync_ref_model and hp.lora is not None and hp.ref_model_name_or_path is None:
             raise UsageError(
                 "sync_ref_model=true can't move the reference under lora, which is the model without its "
@@ -142,13 +142,13 @@ class PolicyWithReference(LanguagePolicy):
     def build_model(self, config: Any, source: Any) -> None:
         """Policy, reference and reward model."""
         super().build_model(config, source)
-        hp: Any = self.hparams
+        hp = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None or self.wants_reference or hp.get("reward_model_name_or_path") is not None:
             build_judges(self, config)
 
     def frozen_arguments(self) -> dict[str, str]:
-        hp: Any = self.hparams
+        hp = self.hparams
         arguments = super().frozen_arguments()
         if self.reward_model is not None:
             arguments["reward_model."] = "reward_model_name_or_path"

@@ -1,7 +1,7 @@
 """Encodes texts for a reward model: in the format of its training preferences, with its own tokenizer."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from rl_modules.common.modules import on
 from rl_modules.language.architecture import max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.scoring import in_parts
+
+if TYPE_CHECKING:
+    from rl_modules.language.policy_with_reference import PolicyWithReference
+
 
 Prompts = Sequence[str | list[dict[str, Any]]]
 
@@ -86,7 +90,7 @@ def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True), length
 
 
-def scores_of(policy: Any, rollout: dict[str, Any]) -> Tensor:
+def scores_of(policy: "PolicyWithReference", rollout: dict[str, Any]) -> Tensor:
     """The score that a policy's reward model gives each completion, minus its offset, [B]."""
     longest = max_length(policy.reward_model.config)
     if policy.reward_tokenizer is None:

@@ -65,7 +65,7 @@ class RewardModel(LanguageModule):
         self.preference_metrics = PreferenceMetrics()
 
     def build_model(self, config: Any, source: Any) -> None:
-        hp: Any = self.hparams
+        hp = self.hparams
         trained = source is not None and is_reward_model(config)
         self.model = make_model(
             config,

@@ -138,7 +138,7 @@ class RLHFPPO(PolicyWithReference):
     def build_model(self, config: Any, source: Any) -> None:
         """Builds policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
-        hp: Any = self.hparams
+        hp = self.hparams
         if hp.value_head_on_policy:
             self.value_head = HeadOnPolicy(self.model.get_output_embeddings().weight.shape[1])
         else:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
@@ -18,6 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import transformers_model
+
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
 
 #: Splits the weights of one module over ranks, in place.
 Splitter = Callable[[nn.Module], Any]
@@ -79,10 +83,11 @@ def adopt(strategy: Any) -> None:
     strategy.__class__ = ShardedStrategy
 
 
-def split_models(module: Any, is_new: bool) -> None:
+def split_models(module: "LanguageModule", is_new: bool) -> None:
     """Splits the weights of a module's models over ranks; those of new models come from the first rank."""
     weights, split = whole_tensors(module), splitter(module.trainer.strategy)
-    for part in module.children():
+    parts: Any = module.children()
+    for part in parts:
         if next(part.parameters(), None) is not None:  # a metric has none
             part.shard(split) if hasattr(part, "shard") else shard(part, split)
     if is_new:

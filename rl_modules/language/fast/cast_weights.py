@@ -4,7 +4,7 @@ A model of 24 layers has 240 of them: 480 kernels of a few microseconds each, in
 decoding hold such copies, these are taken.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from rl_modules.language.architecture import body_of, transformers_model
 from rl_modules.language.fast.held_graphs import held_copies
+
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
 
 
 class _Cast(torch.autograd.Function):
@@ -84,7 +87,7 @@ class CastTogether:
         self._weights = []
 
 
-def cast_together(module: Any) -> None:
+def cast_together(module: "LanguageModule") -> None:
     """Does so for the models that a module trains, but those whose layers run again in the backward pass."""
     for model in module.trained_models:
         body = body_of(transformers_model(model))

@@ -6,7 +6,7 @@ feed-forward layers for GPUs.
 
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.architecture import body_of, is_sharded, transformers_model
 from rl_modules.language.fast.self_check import blocks_of
+
+if TYPE_CHECKING:
+    from rl_modules.language.base import LanguageModule
+
 
 #: Operations whose results selective checkpointing keeps.
 _PRODUCTS = [
@@ -32,7 +36,7 @@ _PRODUCTS = [
 ]
 
 
-def compile_layers(module: Any) -> None:
+def compile_layers(module: "LanguageModule") -> None:
     """Compiles the layers of the models that a module trains, in place; names of weights stay.
 
     The last layer of each is left out: fast paths choose tokens in it by hooks that differ from batch to batch.
@@ -54,7 +58,7 @@ def compile_layers(module: Any) -> None:
                 block.compile(dynamic=True)
 
 
-def _require_compilable(module: Any) -> None:
+def _require_compilable(module: "LanguageModule") -> None:
     if any(is_sharded(model) for model in module.trained_models):
         raise UsageError(
             "torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -167,16 +167,16 @@ def _one_above(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Computes attention for transformers: by its own sdpa until the prompts are shared."""
-    cache = _current.get()
+    cache, index = _current.get(), int(module.layer_idx)  # type: ignore[arg-type]
     if cache.prompts and not cache.reading:
-        prompt_key, prompt_value = cache.prompts[module.layer_idx]
+        prompt_key, prompt_value = cache.prompts[index]
         return _attend(cache, prompt_key, prompt_value, query, key, value, kwargs.get("scaling")), None
-    layer = cache._rows[module.layer_idx]
+    layer = cache._rows[index]
     if key is layer.keys and value is layer.values and kwargs.get("position_bias") is None:
-        cache.direct.add(module.layer_idx)
+        cache.direct.add(index)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -57,7 +57,7 @@ def _mask(
 
 
 def _attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,7 +87,7 @@ def _attention(
 
 
 def _by_kernel(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -118,7 +118,7 @@ def _by_kernel(
 
 
 def _text_by_text(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -11,10 +11,14 @@ from torch import Tensor
 
 from rl_modules import functional as F
 
+if TYPE_CHECKING:
+    from rl_modules.language.policy_with_reference import PolicyWithReference
+
+
 _NAME = "importance_sampling_correction"
 
 
-def warn_of_lacking_support(policy: Any) -> None:
+def warn_of_lacking_support(policy: PolicyWithReference) -> None:
     """Warns that training's log-probabilities are not those of sampling."""
     filters = ", ".join(policy.truncations)
     text = (
@@ -28,7 +32,7 @@ def warn_of_lacking_support(policy: Any) -> None:
     rank_zero_warn(text)
 
 
-def importance_weights(policy: Any, fields: dict[str, Tensor], sampled: Tensor) -> dict[str, Tensor]:
+def importance_weights(policy: PolicyWithReference, fields: dict[str, Tensor], sampled: Tensor) -> dict[str, Tensor]:
     """Returns the sampler's log-probabilities and a factor on each token's policy loss, [B, L]; records both."""
     hp, mode = policy.hparams, policy.correction
     bounds = hp["importance_sampling_clip_min"], hp["importance_sampling_clip_max"]
