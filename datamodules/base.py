@@ -27,7 +27,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
 from rl_modules.core.seams import check_pairing
-from rl_modules.core.settings import setting, warn_of_idle
+from rl_modules.core.settings import Converted, setting, warn_of_idle
 from rl_modules.core.state import forget_state, persistent
 
 Batch = dict[str, Any]
@@ -46,13 +46,12 @@ class ControlDataModule(Experience):
     #: Settings that the algorithm determines if they are not given, see :meth:`resolve`.
     filled_in: ClassVar[tuple[str, ...]] = ()
 
-    env_id: Any = setting(
+    env_id: Converted[EnvId, Any] = setting(
         default="CartPole-v1",
         says="a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "
         "vector of them, or a vector",
-        kind=EnvId,
         kw_only=False,
-        stored=False,
+        stores=False,
     )
     n_envs: int = setting(
         default=8,
@@ -81,27 +80,23 @@ class ControlDataModule(Experience):
         "samples differ",
         one_of=tuple(AUTORESET),
     )
-    env_kwargs: Any = setting(
+    env_kwargs: dict[str, Any] | None = setting(
         default=None,
         says="keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
-        kind=dict[str, Any] | None,
     )
-    wrappers: Any = setting(
+    wrappers: list[str | dict[str, Any]] | None = setting(
         default=None,
         says="Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
         "import path, or ``{'class_path': ..., 'init_args': {...}}``",
-        kind=list[str | dict[str, Any]] | None,
     )
-    eval_env_kwargs: Any = setting(
+    eval_env_kwargs: dict[str, Any] | None = setting(
         default=None,
         says="keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
         "engine steps in training, they replace ``env_kwargs``",
-        kind=dict[str, Any] | None,
     )
-    eval_wrappers: Any = setting(
+    eval_wrappers: list[str | dict[str, Any]] | None = setting(
         default=None,
         says="wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
-        kind=list[str | dict[str, Any]] | None,
     )
     action_masks: bool = setting(
         default=True,
@@ -135,11 +130,10 @@ class ControlDataModule(Experience):
         default=10.0,
         says="bound on normalised observations, in standard deviations",
         above=0,
-        attribute="",
         idle=_without_norm("norm_obs"),
     )
     clip_reward: float = setting(
-        default=10.0, says="bound on normalised rewards", above=0, attribute="", idle=_without_norm("norm_reward")
+        default=10.0, says="bound on normalised rewards", above=0, idle=_without_norm("norm_reward")
     )
     eval_freq: int = setting(
         default=10_000,
@@ -163,23 +157,21 @@ class ControlDataModule(Experience):
         says="steps after which an evaluation episode that does not end is cut, with a warning",
         least=1,
     )
-    stats_window_size: int = setting(
-        default=100, says="finished episodes in ``rollout/ep_rew_mean``", least=1, attribute=""
-    )
+    stats_window_size: int = setting(default=100, says="finished episodes in ``rollout/ep_rew_mean``", least=1)
 
     #: Transitions so far, over all environments and ranks.
     num_timesteps: int = persistent(0)
     _collector: Collector | None = persistent()
 
     def __post_init__(self) -> None:
-        hp = self.hparams
         if chosen := chosen_by_checkpoint(self):
-            check_chosen(chosen, self.env_id, hp)
-        self.env_id = as_vector(self.env_id)
+            check_chosen(chosen, self.env_id, self.hparams)
+        given: Any = as_vector(self.env_id)
+        self.env_id = given
         self.environments = self._described()
-        hp["env_id"] = self.env_name
+        self.hparams["env_id"] = self.env_name
         if self.environments.is_one_vector:
-            self.n_envs = self.env_id.num_envs
+            self.n_envs = given.num_envs
         if self.sign_reward and self.norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
         # Settings as :meth:`resolve` left them.
@@ -344,7 +336,7 @@ class ControlDataModule(Experience):
                 name=self.env_name,
                 normalizers=self._make_normalizers() if self.norm_obs or self.norm_reward else None,
                 sign_reward=self.sign_reward,
-                stats_window_size=self.hparams["stats_window_size"],
+                stats_window_size=self.stats_window_size,
                 returns_raw=self.kind == "replay",
             )
 
@@ -353,8 +345,8 @@ class ControlDataModule(Experience):
         if gamma is None:
             gamma = getattr(self.learner, "gamma", 0.99) if self.has_learner else 0.99
         normalizers = Normalizers(
-            ObservationNormalizer(self.observation_space, self.hparams["clip_obs"]) if self.norm_obs else None,
-            RewardNormalizer(self.n_envs, gamma, self.hparams["clip_reward"]) if self.norm_reward else None,
+            ObservationNormalizer(self.observation_space, self.clip_obs) if self.norm_obs else None,
+            RewardNormalizer(self.n_envs, gamma, self.clip_reward) if self.norm_reward else None,
         )
         for part in normalizers.parts() if self._world_size > 1 else ():
             part.track_own()

@@ -29,7 +29,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
 from rl_modules.core.seams import require_acted
-from rl_modules.core.settings import made, setting
+from rl_modules.core.settings import Converted, made, one_or_all, setting
 from rl_modules.core.state import persistent, transient
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,6 @@ class ReplayDataModule(ControlDataModule):
     filled_in = ("batch_size", "train_freq", "gradient_steps", "rollouts_per_epoch")
     replay: ReplayBuffer = made()
     sampler: UniformSampler | PrioritizedSampler = made()
-    #: α, β at the start, and ε of prioritised replay.
-    alpha: float = made()
-    beta0: float = made()
-    epsilon: float = made()
 
     n_envs = 1
     buffer_size: int = setting(
@@ -91,29 +87,22 @@ class ReplayDataModule(ControlDataModule):
         says="transitions with random actions, over all environments and ranks, before the first update",
         least=0,
     )
-    train_freq: Any = setting(
+    train_freq: Converted[int | tuple[int, str] | None, int] = setting(
         default=None,
         says="steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
         "environment; None: the algorithm's (DQN 4, the others 1)",
-        kind=int | tuple[int, str] | None,
         least=1,
-        attribute="",
         check=check_train_freq,
     )
-    gradient_steps: Any = setting(
+    gradient_steps: int = setting(
         default=1,
         says="minibatches per round; -1: as many as transitions (``train_freq * n_envs``)",
-        kind=int,
-        least=1,
-        besides=(-1, "as many as transitions"),
-        attribute="",
+        check=one_or_all("as many as transitions"),
     )
-    batch_size: Any = setting(
+    batch_size: Converted[int | None, int] = setting(
         default=None,
         says="transitions per minibatch; None: the algorithm's (DQN 32, the others 256)",
-        kind=int | None,
         least=1,
-        attribute="",
     )
     n_steps: int = setting(
         default=1,
@@ -123,27 +112,27 @@ class ReplayDataModule(ControlDataModule):
     prioritized_replay: bool = setting(
         default=False, says="draw transitions in proportion to their TD error instead of uniformly"
     )
-    prioritized_replay_alpha: float = setting(
+    alpha: float = setting(
+        alias="prioritized_replay_alpha",
         default=0.6,
         says="α ≥ 0, exponent of the TD error; 0: uniform",
         least=0,
-        attribute="alpha",
         idle=without_priorities,
     )
-    prioritized_replay_beta0: float = setting(
+    beta0: float = setting(
+        alias="prioritized_replay_beta0",
         default=0.4,
         says="β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling bias that the "
         "importance weights correct",
         least=0,
         most=1,
-        attribute="beta0",
         idle=without_priorities,
     )
-    prioritized_replay_eps: float = setting(
+    epsilon: float = setting(
+        alias="prioritized_replay_eps",
         default=1e-6,
         says="ε > 0, in units of reward, added to each TD error",
         above=0,
-        attribute="epsilon",
         idle=without_priorities,
     )
     share_frames: bool = setting(
@@ -157,15 +146,13 @@ class ReplayDataModule(ControlDataModule):
         says="k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that the "
         "episode reached, and the reward is recomputed (hindsight experience replay; usual: 4). 0: no replacement",
         least=0,
-        attribute="",
     )
     goal_selection_strategy: str = setting(
         default="future",
         says="which goal: the one reached after a random later step (``future``), at the end of the episode "
         "(``final``), or after any of its steps (``episode``)",
         one_of=STRATEGIES,
-        attribute="",
-        idle=lambda d: not d.hparams["n_sampled_goal"] and "at n_sampled_goal=0; set that to 4",
+        idle=lambda d: not d.n_sampled_goal and "at n_sampled_goal=0; set that to 4",
     )
     checkpoint_buffer_size: int | None = setting(
         default=None,
@@ -173,13 +160,11 @@ class ReplayDataModule(ControlDataModule):
         "A run resumed from fewer rows differs from the uninterrupted run",
         least=1,
     )
-    rollouts_per_epoch: Any = setting(
+    rollouts_per_epoch: Converted[int | None, int] = setting(
         default=None,
         says="rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an epoch has as "
         "many minibatches as this number of rounds, or a thousand if the number of minibatches depends on the episodes",
-        kind=int | None,
         least=1,
-        attribute="",
     )
 
     # In this epoch, and left of this round, in minibatches.
@@ -212,16 +197,16 @@ class ReplayDataModule(ControlDataModule):
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else REPLAY
         given = self.hparams
-        freq = wanted.train_freq if given.train_freq is None else given.train_freq
+        freq: Any = wanted.train_freq if given["train_freq"] is None else given["train_freq"]
         self.train_freq, unit = freq if isinstance(freq, tuple | list) else (int(freq), "step")
         self.counts_episodes = unit == "episode"
-        self.batch_size = at_least("batch_size", given.batch_size or wanted.batch_size or 32)
-        self.gradient_steps = given.gradient_steps
-        per_epoch = given.rollouts_per_epoch
+        self.batch_size = at_least("batch_size", given["batch_size"] or wanted.batch_size or 32)
+        self.gradient_steps = given["gradient_steps"]
+        per_epoch = given["rollouts_per_epoch"]
         if self.counts_episodes:
             if self.n_envs > 1 or self._world_size > 1:
                 raise UsageError(
-                    f"train_freq={list(given.train_freq)} waits for one environment's episodes; use "
+                    f"train_freq={list(freq)} waits for one environment's episodes; use "
                     f"n_envs=1 (it is {self.n_envs}) and one process, or a number of steps"
                 )
             self.rollouts_per_epoch = per_epoch or max(1, round(1000 / max(self.gradient_steps, 1)))

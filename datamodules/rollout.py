@@ -20,7 +20,7 @@ from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import generator_of
 from rl_modules.contract import MINIBATCHES, Rollout, RolloutSource
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import Converted, setting
 from rl_modules.core.state import persistent, transient
 
 #: Estimated times of an environment step and of an update, in ms, and the shortest time of an epoch, chosen so that
@@ -44,36 +44,28 @@ class RolloutDataModule(ControlDataModule):
     """
 
     filled_in = ("n_steps", "n_epochs", "batch_size", "rollouts_per_epoch")
-    n_steps: Any = setting(
+    n_steps: Converted[int | None, int] = setting(
         default=None,
         says="transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5, "
         "tables 1)",
-        kind=int | None,
         least=1,
-        attribute="",
     )
-    batch_size: Any = setting(
+    batch_size: Converted[int | Literal["auto"] | None, int] = setting(
         default="auto",
         says="transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the "
         "algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole "
         "rollout)",
-        kind=int | Literal["auto"] | None,
-        attribute="",
         check=check_batch_size,
     )
-    n_epochs: Any = setting(
+    n_epochs: Converted[int | None, int] = setting(
         default=None,
         says="passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1)",
-        kind=int | None,
         least=1,
-        attribute="",
     )
-    rollouts_per_epoch: Any = setting(
+    rollouts_per_epoch: Converted[int | None, int] = setting(
         default=None,
         says="rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for long rollouts",
-        kind=int | None,
         least=1,
-        attribute="",
     )
     overlap: bool = setting(
         default=False,
@@ -123,13 +115,13 @@ class RolloutDataModule(ControlDataModule):
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else MINIBATCHES
         given = self.hparams
-        self.n_steps = wanted.n_steps if given.n_steps is None else int(given.n_steps)
-        self.n_epochs = wanted.n_epochs if given.n_epochs is None else int(given.n_epochs)
+        self.n_steps = wanted.n_steps if given["n_steps"] is None else int(given["n_steps"])
+        self.n_epochs = wanted.n_epochs if given["n_epochs"] is None else int(given["n_epochs"])
         size = self.n_envs * self.n_steps
-        if given.batch_size == "auto":
+        if given["batch_size"] == "auto":
             self.batch_size = size if wanted.batch_size is None else _nearest_divisor(size, wanted.batch_size)
         else:
-            self.batch_size = size if given.batch_size is None else int(given.batch_size)
+            self.batch_size = size if given["batch_size"] is None else int(given["batch_size"])
         self._check_batch_size(self.batch_size, size)
         resets = self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
         if resets and self.batch_size == 1 < size:
@@ -150,10 +142,10 @@ class RolloutDataModule(ControlDataModule):
                 f"{type(self.learner).__name__}'s update holds for the current policy only; leave overlap "
                 "out"
             )
-        if given.rollouts_per_epoch is None:
+        if given["rollouts_per_epoch"] is None:
             self.rollouts_per_epoch = self._rollouts_that_pay_for_an_epoch()
         else:
-            self.rollouts_per_epoch = int(given.rollouts_per_epoch)
+            self.rollouts_per_epoch = int(given["rollouts_per_epoch"])
 
     def _rollouts_that_pay_for_an_epoch(self) -> int:
         updates = self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)

@@ -11,7 +11,7 @@ from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_sde
 from rl_modules.common.masks import split_mask
 from rl_modules.contract import Minibatch, Rollout
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import Scheduled, setting
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks.actor_critic import ActorCritic
 from rl_modules.networks.custom import CustomActorCritic
@@ -31,11 +31,9 @@ class ActorCriticModule(ControlModule):
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
     gae_lambda: float = setting(default=0.95, says="λ of generalized advantage estimation", least=0, most=1)
     normalize_advantage: bool = setting(default=True, says="whiten advantages within each minibatch, over all ranks")
-    ent_coef: Any = setting(
+    ent_coef: Scheduled[float | str, float] = setting(
         default=0.0,
         says="weight of the entropy bonus, in units of advantage per nat; a number or a schedule",
-        kind=float | str,
-        schedule=True,
     )
     vf_coef: float = setting(default=0.5, says="weight of the mean squared value error", least=0)
     max_grad_norm: float | None = setting(
@@ -48,23 +46,18 @@ class ActorCriticModule(ControlModule):
         default=None,
         says='hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none '
         "after a convolutional encoder",
-        attribute="",
         check=check_widths,
         idle=beside_network,
     )
-    activation_fn: str = setting(
-        default="tanh", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
-    )
+    activation_fn: str = setting(default="tanh", says="tanh, relu, elu, silu, gelu or leaky_relu", idle=beside_network)
     log_std_init: float = setting(
         default=0.0,
         says="initial log standard deviation of Box actions",
-        attribute="",
         idle=lambda m: beside_network(m) or outside_box(m),
     )
     ortho_init: bool = setting(
         default=True,
         says="orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)",
-        attribute="",
         idle=beside_network,
     )
 
@@ -76,19 +69,18 @@ class ActorCriticModule(ControlModule):
 
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
-        hp = self.hparams
         if self.own_network is not None:
             custom: Any = CustomActorCritic(self.own_network, self.observation_space, self.action_space, critic)
             return custom
         return ActorCritic(
             self.observation_space,
             self.action_space,
-            hp.net_arch,
-            hp.activation_fn,
-            hp.log_std_init,
-            hp.ortho_init,
+            self.net_arch,
+            self.activation_fn,
+            self.log_std_init,
+            self.ortho_init,
             critic,
-            hp.get("use_sde", False),
+            self.use_sde,
         )
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:

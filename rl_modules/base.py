@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learn
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.resume import step_schedulers_of_epochs
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
-from rl_modules.core.settings import made, setting
+from rl_modules.core.settings import made, one_or_all, setting
 from rl_modules.core.state import transient
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, clip_grad_norm
@@ -44,6 +44,8 @@ from rl_modules.state_dependent_noise import check_sde
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+#: A space, of which checkpoints and files hold the description.
+Space = Annotated[spaces.Space | dict[str, Any] | None, dict[str, Any] | None]
 
 
 def check_rate(name: str, value: Any) -> Any:
@@ -60,7 +62,7 @@ def plain_space(value: Any) -> Any:
 
 def beside_network(module: Any) -> str | None:
     """The reason why an argument of the project's networks is idle."""
-    if module.hparams.get("network") is None:
+    if module.own_network is None:
         return None
     return "beside network, which is the whole network; give it to that as one of its init_args"
 
@@ -71,7 +73,6 @@ def use_sde() -> Any:
         default=False,
         says="explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
         "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
-        attribute="",
     )
 
 
@@ -80,16 +81,14 @@ def sde_sample_freq(interval: str = "rollout") -> Any:
     return setting(
         default=-1,
         says=f"steps of a rollout after which new matrices are drawn; -1: once per {interval}",
-        attribute="",
-        least=1,
-        besides=(-1, "whole rollouts"),
+        check=one_or_all("whole rollouts"),
         idle=without_sde,
     )
 
 
 def without_sde(module: Any) -> str | None:
     """The reason why an argument of the noise is idle."""
-    return None if module.hparams.get("use_sde") else "while use_sde is false; set that to true"
+    return None if module.use_sde else "while use_sde is false; set that to true"
 
 
 class ControlModule(Algorithm):
@@ -105,7 +104,7 @@ class ControlModule(Algorithm):
         spaces.MultiBinary,
     )
     #: Kind of experience that the algorithm learns from; it sets the datamodule's defaults.
-    experience: ClassVar[Experience] = MINIBATCHES
+    experience: Experience = made(MINIBATCHES)
     #: Metrics by which a checkpoint can be selected as the best. Every evaluation logs them; the last one only if
     #: the environment reports ``is_success``.
     evaluation_metrics: ClassVar[tuple[str, ...]] = (
@@ -116,7 +115,9 @@ class ControlModule(Algorithm):
         "eval/success_rate",
     )
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
-    max_grad_norm: ClassVar[float | None] = None
+    max_grad_norm: float | None = made(None)
+    #: Arguments that decide which fields ``prepare`` returns.
+    shapes_batch: ClassVar[tuple[str, ...]] = ()
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
 
@@ -126,54 +127,47 @@ class ControlModule(Algorithm):
         "points such as ``0:3e-4, 1:0`` (share of training: value), or None for the optimizer's own",
         check=check_rate,
     )
-    optimizer: OptimizerFactory | None = setting(
+    optimizer_factory: OptimizerFactory | None = setting(
+        alias="optimizer",
         default=None,
         says="callable from parameters to an optimizer; None: the algorithm's",
-        attribute="optimizer_factory",
-        stored=False,
+        stores=False,
         check=require_callable,
     )
-    lr_scheduler: SchedulerFactory | None = setting(
+    scheduler_factory: SchedulerFactory | None = setting(
+        alias="lr_scheduler",
         default=None,
         says="callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a decaying "
         "``learning_rate``",
-        attribute="scheduler_factory",
-        stored=False,
+        stores=False,
         check=require_callable,
     )
     log_every: int = setting(
-        default=1, says="epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1, unit="epoch"
+        default=1, says="epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1
     )
-    #: After `configure_model` the space of what the network sees: an ``action_mask`` is not part of it.
-    observation_space: Any = setting(
+    given_observation_space: Space = setting(
+        alias="observation_space",
         default=None,
         says="description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space itself; None "
         "takes the datamodule's",
-        kind=dict[str, Any] | None,
-        attribute="",
         stores=plain_space,
     )
-    action_space: Any = setting(
-        default=None, says="likewise", kind=dict[str, Any] | None, attribute="", stores=plain_space
-    )
+    given_action_space: Space = setting(alias="action_space", default=None, says="likewise", stores=plain_space)
     init_from: str | None = setting(
         default=None,
         says="checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights",
-        attribute="",
     )
-    network: Any = setting(
+    own_network: Custom | None = setting(
+        alias="network",
         default=None,
         says="module class or callable that makes the whole network from both spaces: an import path, or class_path "
         "with init_args; None: built from the other arguments",
-        kind=Custom | None,
-        attribute="own_network",
         check=to_plain,
     )
-    features_extractor: Any = setting(
+    own_features_extractor: Custom | None = setting(
+        alias="features_extractor",
         default=None,
         says="likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
-        kind=Custom | None,
-        attribute="own_features_extractor",
         check=to_plain,
     )
 
@@ -184,17 +178,16 @@ class ControlModule(Algorithm):
         "called",
     )
 
+    #: After `configure_model` the spaces of what the network sees, without an ``action_mask``, and of actions.
+    observation_space: Any = made()
+    action_space: Any = made()
+    #: What ``build_network`` makes.
+    network: Any = made()
     run: ControlRun = transient(lambda m: ControlRun())
-    #: What makes the optimizer and the scheduler; None: the algorithm's.
-    optimizer_factory: OptimizerFactory | None = made()
-    scheduler_factory: SchedulerFactory | None = made()
-    #: What the arguments ``network`` and ``features_extractor`` name; None: no network of the user's.
-    own_network: ClassVar[Any] = None
-    own_features_extractor: ClassVar[Any] = None
     #: Statistics that normalise observations; the datamodule sets them after every rollout.
-    observation_statistics: ClassVar[Statistics] = None
+    observation_statistics: Statistics = made(None)
     #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
-    normalizer_state: ClassVar[dict[str, Any] | None] = None
+    normalizer_state: dict[str, Any] | None = made(None)
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(OWN_NETWORKS):
@@ -272,8 +265,8 @@ class ControlModule(Algorithm):
             if self.is_fitting:
                 copy_for_averages(self)
         if self.is_fitting:
-            if self.hparams.get("init_from") and not self.trainer.ckpt_path:
-                load_initial_weights(self, self.hparams["init_from"])  # the target network's among them
+            if self.init_from and not self.trainer.ckpt_path:
+                load_initial_weights(self, self.init_from)  # the target network's among them
             else:
                 begin_target(self)
             self.begin_run()

@@ -220,5 +220,4 @@ def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int
 
 def preparation(learner: Any) -> dict[str, Any]:
     """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
-    declared = getattr(learner, "declared_settings", {})
-    return {name: learner.hparams.get(name) for name, setting in declared.items() if setting.shapes_batch}
+    return {name: learner.hparams.get(name) for name in getattr(learner, "shapes_batch", ())}

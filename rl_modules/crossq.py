@@ -47,7 +47,6 @@ class CrossQ(SAC):
         default=100_000,
         says="batches with plain batch normalisation, before the correction to running statistics",
         least=0,
-        unit="update",
     )
     tau = fixed(1.0)
     target_update_interval = fixed(1)
@@ -75,9 +74,8 @@ class CrossQ(SAC):
         return policy
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> nn.Module:
-        hp = self.hparams
         return RenormalizedCritics(
-            self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs, self.renorm
+            self.observation_space, width, self.n_critics, net_arch, self.activation_fn, self.n_outputs, self.renorm
         )
 
     def make_target(self) -> Any:

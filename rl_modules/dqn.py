@@ -39,6 +39,7 @@ class DQN(ControlModule):
 
     supported_action_spaces = (spaces.Discrete,)
     experience = REPLAY
+    shapes_batch = ("double",)
     target_network: QNetwork = made()
 
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
@@ -46,7 +47,6 @@ class DQN(ControlModule):
         default=10_000,
         says="transitions, over all environments and ranks, between updates of the target network",
         least=1,
-        unit="transition",
     )
     tau: float = setting(default=1.0, says="step of the target network towards the network; 1: copy", above=0, most=1)
     exploration_fraction: float = setting(
@@ -56,15 +56,12 @@ class DQN(ControlModule):
         default=1.0, says="initial ε, the probability of a random action", least=0, most=1
     )
     exploration_final_eps: float = setting(default=0.05, says="final ε", least=0, most=1)
-    double: bool = setting(  # type: ignore[assignment]
+    uses_double: bool = setting(
+        alias="double",
         default=False,
         says="select the next action with the network, evaluate it with the target network",
-        attribute="uses_double",
-        shapes_batch=True,
     )
-    dueling: bool = setting(
-        default=False, says="V(s) and advantages in separate streams", attribute="", idle=beside_network
-    )
+    dueling: bool = setting(default=False, says="V(s) and advantages in separate streams", idle=beside_network)
     loss: str = setting(default="huber", says="huber (its gradient bounded by 1) or mse", one_of=("huber", "mse"))
     max_grad_norm: float | None = setting(
         default=10.0,
@@ -75,19 +72,15 @@ class DQN(ControlModule):
     net_arch: list[int] | None = setting(
         default=None,
         says="hidden widths; None: [64, 64], and none after a convolutional encoder",
-        attribute="",
         check=check_widths,
         idle=beside_network,
     )
-    activation_fn: str = setting(
-        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
-    )
+    activation_fn: str = setting(default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", idle=beside_network)
     noisy: bool = setting(
         default=False,
         says="noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch; "
         "evaluation uses their means. For exploration by noise alone set exploration_initial_eps and "
         "exploration_final_eps to 0",
-        attribute="is_noisy",
     )
 
     #: ε, the probability of a random action.
@@ -105,7 +98,7 @@ class DQN(ControlModule):
 
     def build_network(self) -> None:
         self.network = self.make_network()
-        if self.is_noisy:
+        if self.noisy:
             if self.own_network is not None:
                 raise UsageError(
                     "noisy=True changes the project's own network; leave it false for a network of yours, "
@@ -121,7 +114,6 @@ class DQN(ControlModule):
 
     def make_network(self) -> QNetwork:
         """Builds the network of action values from the hyperparameters."""
-        hp = self.hparams
         n_actions, n = int(self.action_space.n), self.n_numbers
         if self.own_network is not None:
             custom: Any = custom_q_network(
@@ -129,15 +121,17 @@ class DQN(ControlModule):
             )
             return custom
         if n is None:
-            return QNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn, hp.dueling)
-        return DistributionalQNetwork(self.observation_space, n_actions, n, hp.net_arch, hp.activation_fn, hp.dueling)
+            return QNetwork(self.observation_space, n_actions, self.net_arch, self.activation_fn, self.dueling)
+        return DistributionalQNetwork(
+            self.observation_space, n_actions, n, self.net_arch, self.activation_fn, self.dueling
+        )
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions, [N]; each environment draws its own ε-coin."""
-        if self.is_noisy and not deterministic:
+        if self.noisy and not deterministic:
             resample(self.network, generator)
         greedy = self.q_values(self.network, observation).argmax(1)
-        if self.is_noisy:
+        if self.noisy:
             remove_noise(self.network)
         if deterministic:
             return {"action": greedy}
@@ -158,7 +152,7 @@ class DQN(ControlModule):
         return prepared
 
     def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
-        if not self.is_noisy:
+        if not self.noisy:
             return self.minibatch_loss(batch)
         resample(self.network, self.noise_generator)
         loss = self.minibatch_loss(batch)
@@ -181,11 +175,11 @@ class DQN(ControlModule):
         m = len(tree_leaves(observation)[0])
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
-        if self.is_noisy:
+        if self.noisy:
             size = cast(Any, self.source).batch_size  # each minibatch has noise of its own
         values = []
         for i in range(0, m, size):
-            if self.is_noisy:
+            if self.noisy:
                 resample(self.target_network, self.noise_generator)
             values.append(self.target_values(tree_map(lambda x, i=i: x[i : i + size], observation)))
         return torch.cat(values)

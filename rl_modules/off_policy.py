@@ -17,7 +17,7 @@ from rl_modules.common.seeding import generator_of
 from rl_modules.common.stored_arguments import name_of
 from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
-from rl_modules.core.settings import made, setting
+from rl_modules.core.settings import Converted, made, setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.gradients import GradientHooks, averaged, gradients, trainable
@@ -50,19 +50,13 @@ class OffPolicyActorCritic(ControlModule):
     n_outputs = 1
     #: Whether the policy returns mean and log standard deviation; else actions.
     policy_is_gaussian = False
-    # What an algorithm defines.
-    make_policy: Any = made()
-    make_target: Any = made()
-    choose: Any = made()
-    noise_shape: Any = made()
 
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
     tau: float = setting(default=0.005, says="step of the target networks per update", above=0, most=1)
     n_critics: int = setting(default=2, says="number of critics; targets use the smallest value of them", least=1)
-    action_noise: Any = setting(
+    action_noise: Converted[ActionNoise | dict[str, Any] | None, ActionNoise | None] = setting(
         default=None,
         says="added to the policy's actions in training, in units of half the action's range; None: none",
-        kind=ActionNoise | dict[str, Any] | None,
         check=lambda _, value: noises.from_plain(value),
         stores=noises.to_plain,
     )
@@ -70,7 +64,6 @@ class OffPolicyActorCritic(ControlModule):
         default=None,
         says='hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none '
         "after a convolutional encoder",
-        attribute="",
         check=check_widths,
         idle=beside_network,
     )
@@ -84,9 +77,7 @@ class OffPolicyActorCritic(ControlModule):
         below=1,
         idle=beside_network,
     )
-    activation_fn: str = setting(
-        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
-    )
+    activation_fn: str = setting(default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", idle=beside_network)
 
     #: Updates of this run so far.
     n_updates: int = persistent(0)
@@ -122,8 +113,7 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- networks
 
     def build_network(self) -> None:
-        hp = self.hparams
-        pi, qf = tower_widths(self.observation_space, hp.net_arch, ("pi", "qf"), self.default_net_arch)
+        pi, qf = tower_widths(self.observation_space, self.net_arch, ("pi", "qf"), self.default_net_arch)
         bounds = ActionBounds(self.action_space)
         if self.own_network is not None:
             shape = self.n_critics, self.n_outputs
@@ -139,6 +129,14 @@ class OffPolicyActorCritic(ControlModule):
         self.network = PolicyAndCritics(policy, critics, bounds)
         self.target_network = self.make_target().requires_grad_(False)
 
+    def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
+        """Returns the policy's network, of actions of ``width`` numbers."""
+        raise NotImplementedError
+
+    def make_target(self) -> torch.nn.Module:
+        """Returns a copy of the part that computes the targets."""
+        raise NotImplementedError
+
     def make_critics(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
         """Returns the action-value networks: a module from observations and actions in [-1, 1], [B, ``width``], to
         values [``n_critics``, B, ``n_outputs``].
@@ -152,13 +150,17 @@ class OffPolicyActorCritic(ControlModule):
             width,
             self.n_critics,
             net_arch,
-            self.hparams["activation_fn"],
+            self.activation_fn,
             self.n_outputs,
             self.layer_norm,
             self.dropout_rate,
         )
 
     # ---------------------------------------------------------------- acting
+
+    def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
+        """Returns actions in [-1, 1], [N, A]."""
+        raise NotImplementedError
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions [N, *act] as the environment takes them; with action noise unless ``deterministic``."""
@@ -213,6 +215,10 @@ class OffPolicyActorCritic(ControlModule):
             kept["reward"].device, non_blocking=True
         )
         return kept
+
+    def noise_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the standard normal numbers that an update needs per transition."""
+        raise NotImplementedError
 
     def _noise(self, *shape: int) -> Tensor:
         # Every rank draws the noise of all and takes its own: one generator's state is enough to resume.

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.contract import MINIBATCHES, Minibatch, Rollout
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import Converted, Scheduled, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, distribution_from
 
@@ -42,32 +42,26 @@ class PPO(ActorCriticModule):
     """
 
     experience = MINIBATCHES
+    shapes_batch = ("policy_objective",)
 
-    clip_range: Any = setting(
+    clip_range: Scheduled[float | str, float] = setting(
         default=0.2,
         says="ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``",
-        kind=float | str,
-        schedule=True,
         least=LEAST_CLIP_RANGE,
         idle=lambda m: m.penalizes and "with policy_objective=penalty; set that to clip",
     )
-    clip_range_vf: Any = setting(
+    clip_range_vf: Scheduled[float | str | None, float | None] = setting(
         default=None,
         says="the same for the value, in units of return; None: no value clipping",
-        kind=float | str | None,
-        schedule=True,
         least=LEAST_CLIP_RANGE,
     )
-    target_kl: Any = setting(
+    target_kl: Converted[float | None, float] = setting(
         default=None,
         says="in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never. "
         "``penalty``: target of the KL in every rollout; None: 0.01",
-        kind=float | None,
         above=0,
     )
-    policy_objective: str = setting(
-        default="clip", says="``clip`` or ``penalty``", one_of=("clip", "penalty"), shapes_batch=True
-    )
+    policy_objective: str = setting(default="clip", says="``clip`` or ``penalty``", one_of=("clip", "penalty"))
     kl_coef: float = setting(
         default=1.0,
         says="initial β, in units of advantage per nat; for ``penalty`` only",

@@ -75,13 +75,10 @@ class PQN(ControlModule):
     net_arch: list[int] | None = setting(
         default=None,
         says="hidden widths; None: [120, 84], and [512] after a convolutional encoder",
-        attribute="",
         check=check_widths,
         idle=beside_network,
     )
-    activation_fn: str = setting(
-        default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network
-    )
+    activation_fn: str = setting(default="relu", says="tanh, relu, elu, silu, gelu or leaky_relu", idle=beside_network)
 
     #: ε, the probability of a random action.
     exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
@@ -91,13 +88,12 @@ class PQN(ControlModule):
         require_finite_actions(type(self).__name__, self.action_space)
 
     def build_network(self) -> None:
-        hp = self.hparams
         n_actions = int(self.action_space.n)
         if self.own_network is not None:
             custom: Any = custom_q_network(self.own_network, self.observation_space, n_actions)
             self.network = custom
         else:
-            self.network = NormalizedQNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn)
+            self.network = NormalizedQNetwork(self.observation_space, n_actions, self.net_arch, self.activation_fn)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions, and max_a Q(s, a) as the states' values, each [N]."""

@@ -19,10 +19,10 @@ class QLearning(TabularControl):
     With ``double`` a fair coin selects the table to update, and actions are chosen by the mean of both tables.
     """
 
-    double: bool = setting(  # type: ignore[assignment]
+    uses_two_tables: bool = setting(
+        alias="double",
         default=False,
         says="two tables, each evaluating the other's best action, which removes the upward bias of the maximum",
-        attribute="uses_two_tables",
     )
 
     def __post_init__(self) -> None:

@@ -27,29 +27,24 @@ class RecurrentMixin(ActorCriticModule):
     arguments are flat.
     """
 
-    rnn: str = setting(default="lstm", says="``lstm`` or ``gru``", attribute="", one_of=("lstm", "gru"))
-    lstm_hidden_size: int = setting(default=256, says="hidden size of the LSTM or GRU", attribute="", least=1)
-    n_lstm_layers: int = setting(default=1, says="number of recurrent layers", attribute="", least=1)
-    shared_lstm: bool = setting(
-        default=False, says="the critic reads the policy's recurrent state, without gradient", attribute=""
-    )
+    rnn: str = setting(default="lstm", says="``lstm`` or ``gru``", one_of=("lstm", "gru"))
+    lstm_hidden_size: int = setting(default=256, says="hidden size of the LSTM or GRU", least=1)
+    n_lstm_layers: int = setting(default=1, says="number of recurrent layers", least=1)
+    shared_lstm: bool = setting(default=False, says="the critic reads the policy's recurrent state, without gradient")
     enable_critic_lstm: bool = setting(
         default=True,
         says="the critic has its own LSTM or GRU; without both options it reads a linear layer of the observation's "
         "features",
-        attribute="",
     )
     sequence_length: int | None = setting(
         default=None,
         says="steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout, or as much of "
         "it as a minibatch holds",
-        attribute="",
         least=1,
     )
     burn_in: int = setting(
         default=0,
         says="steps before each sequence to unroll with the current weights, without gradient; 0: use the stored state",
-        attribute="",
         least=0,
     )
     net_arch: list[int] | dict[str, list[int]] | None = changed(
@@ -60,12 +55,11 @@ class RecurrentMixin(ActorCriticModule):
         says="orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1 "
         "(value head)"
     )
-    network: Any = fixed()
+    network = fixed(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
-        if hp.shared_lstm and hp.enable_critic_lstm:
+        if self.shared_lstm and self.enable_critic_lstm:
             raise UsageError(
                 "shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
                 "policy's memory or its own; give enable_critic_lstm=False"
@@ -73,20 +67,19 @@ class RecurrentMixin(ActorCriticModule):
 
     def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
         """Policy, value function and their memories from the hyperparameters."""
-        hp = self.hparams
         return RecurrentActorCritic(
             self.observation_space,
             self.action_space,
-            hp.rnn,
-            hp.lstm_hidden_size,
-            hp.n_lstm_layers,
-            hp.shared_lstm,
-            hp.enable_critic_lstm,
-            hp.net_arch,
-            hp.activation_fn,
-            hp.log_std_init,
-            hp.ortho_init,
-            hp.use_sde,
+            self.rnn,
+            self.lstm_hidden_size,
+            self.n_lstm_layers,
+            self.shared_lstm,
+            self.enable_critic_lstm,
+            self.net_arch,
+            self.activation_fn,
+            self.log_std_init,
+            self.ortho_init,
+            self.use_sde,
         )
 
     # ---------------------------------------------------------------- acting
@@ -150,7 +143,7 @@ class RecurrentMixin(ActorCriticModule):
         if not bool(rollout["valid"].all()):
             prepared["counts"] = self.in_sequences(rollout["valid"])
             rows = prepared["counts"].any(-1)
-        if burn_in := self.hparams["burn_in"]:
+        if burn_in := self.burn_in:
             if steps < length + burn_in:
                 rank_zero_warn(
                     f"burn_in={burn_in} does nothing: in rollouts of {steps} steps no sequence of {length} "
@@ -172,7 +165,7 @@ class RecurrentMixin(ActorCriticModule):
     def steps_per_sequence(self, steps: int) -> int:
         """Returns L: ``sequence_length``, or as many of a rollout's ``steps`` as a minibatch holds."""
         batch_size = cast(RolloutSource, self.source).batch_size
-        length = self.hparams["sequence_length"]
+        length = self.sequence_length
         if length is None:
             return max(d for d in range(1, steps + 1) if steps % d == 0 and d <= batch_size)
         if steps % length or length > batch_size:

@@ -53,7 +53,7 @@ class REINFORCE(ActorCriticModule):
     )
     normalize_advantage = False
     max_grad_norm = None
-    use_sde, sde_sample_freq = fixed(), fixed()
+    use_sde, sde_sample_freq = fixed(False), fixed()
 
     @property
     def has_critic(self) -> bool:

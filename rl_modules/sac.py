@@ -14,7 +14,7 @@ from rl_modules.base import beside_network, sde_sample_freq, use_sde, without_sd
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_before
 from rl_modules.contract import Minibatch, Replayed
-from rl_modules.core.settings import made, setting
+from rl_modules.core.settings import Converted, made, setting
 from rl_modules.networks.critics import Critics, SquashedGaussianPolicy, StateDependentPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 
@@ -70,29 +70,22 @@ class SAC(OffPolicyActorCritic):
     #: log α; None where α is fixed.
     log_ent_coef: torch.nn.Parameter | None = made()
 
-    ent_coef: Any = setting(
+    given_ent_coef: float | str = setting(
+        alias="ent_coef",
         default="auto",
         says="entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or "
         "``auto_<number>`` to learn it from that number",
-        kind=float | str,
-        computed=lambda m: m.current_ent_coef(),
         check=check_ent_coef,
     )
-    target_entropy: Any = setting(
+    target_entropy: Converted[float | str, float] = setting(
         default="auto",
         says="target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action "
         "dimensions",
-        kind=float | str,
-        attribute="",
         check=check_target_entropy,
-        idle=lambda m: not m.learns_ent_coef and f"with the fixed ent_coef={m.hparams['ent_coef']!r}; set that to auto",
+        idle=lambda m: not m.learns_ent_coef and f"with the fixed ent_coef={m.given_ent_coef!r}; set that to auto",
     )
-    target_update_interval: int = setting(
-        default=1, says="updates between two updates of the target critics", least=1, unit="update"
-    )
-    policy_delay: int = setting(
-        default=1, says="updates of the critics per update of policy and α", least=1, unit="update"
-    )
+    target_update_interval: int = setting(default=1, says="updates between two updates of the target critics", least=1)
+    policy_delay: int = setting(default=1, says="updates of the critics per update of policy and α", least=1)
     target_subset: int | None = setting(
         default=None,
         says="critics drawn at random in each update, whose smallest value is the target's, while the policy maximises "
@@ -102,7 +95,6 @@ class SAC(OffPolicyActorCritic):
     log_std_init: float = setting(
         default=-3.0,
         says="initial log standard deviation of the matrices' entries; only ``use_sde`` reads it",
-        attribute="",
         idle=lambda m: beside_network(m) or without_sde(m),
     )
     use_sde: bool = use_sde()
@@ -110,7 +102,7 @@ class SAC(OffPolicyActorCritic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(self.hparams["ent_coef"])
+        self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(self.given_ent_coef)
         if self.target_subset is not None and self.target_subset > self.n_critics:
             raise UsageError(f"target_subset={self.target_subset} must be at most n_critics={self.n_critics}")
 
@@ -127,10 +119,9 @@ class SAC(OffPolicyActorCritic):
         self.target_entropy = -float(self.network.bounds.width) if given == "auto" else float(given)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        hp = self.hparams
-        if self.hparams["use_sde"]:
-            return StateDependentPolicy(self.observation_space, width, net_arch, hp.activation_fn, hp.log_std_init)
-        return SquashedGaussianPolicy(self.observation_space, width, net_arch, hp.activation_fn)
+        if self.use_sde:
+            return StateDependentPolicy(self.observation_space, width, net_arch, self.activation_fn, self.log_std_init)
+        return SquashedGaussianPolicy(self.observation_space, width, net_arch, self.activation_fn)
 
     def make_target(self) -> Critics:
         return copy.deepcopy(self.network.critics)
@@ -138,8 +129,9 @@ class SAC(OffPolicyActorCritic):
     def followed(self) -> Critics:
         return self.network.critics
 
-    def current_ent_coef(self) -> Tensor | float:
-        """α, without gradient."""
+    @property
+    def ent_coef(self) -> Tensor | float:
+        """α at the moment, without gradient."""
         return self.initial_ent_coef if self.log_ent_coef is None else self.log_ent_coef.detach().exp()
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +141,7 @@ class SAC(OffPolicyActorCritic):
             # Checkpoints of an earlier version lack values that the constructor of a subclass chose.
             is_same = ("log_ent_coef" in weights) == self.learns_ent_coef
         else:
-            is_same = parse_ent_coef(before) == parse_ent_coef(self.hparams["ent_coef"])
+            is_same = parse_ent_coef(before) == parse_ent_coef(self.given_ent_coef)
         if is_same:
             return weights
         # A new value of the argument overrides the checkpoint's α.

@@ -68,7 +68,7 @@ def check_sde(module: Any) -> None:
             f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
             f"{module.action_space}; leave it false"
         )
-    if module.hparams.get("network") is not None:
+    if module.own_network is not None:
         raise UsageError(
             "use_sde=True needs the features of the project's own networks; give features_extractor "
             "instead of network, or use_sde=False"
@@ -77,7 +77,7 @@ def check_sde(module: Any) -> None:
 
 def exploring_act(module: Any) -> Callable[..., Any]:
     """Returns a module's ``act`` with the noise matrices of one rollout."""
-    matrices = NoiseMatrices(module.hparams["sde_sample_freq"])
+    matrices = NoiseMatrices(module.sde_sample_freq)
 
     def act(*args: Any, **arguments: Any) -> Any:
         module.run.noise_matrices = matrices

@@ -19,7 +19,7 @@ from rl_modules.common.schedules import Schedule, parse_schedule, schedule_value
 from rl_modules.contract import EVERY_STEP, Minibatch, Rollout
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.resume import count_step
-from rl_modules.core.settings import fixed, setting
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.exploration import exploration_rate
 
@@ -88,30 +88,26 @@ class TabularControl(ControlModule):
     n_tables = 1
 
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
-    learning_rate: Any = setting(
+    learning_rate: float | str | None = changed(
         default=0.1,
         says="step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over "
         "``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or "
         "``1/n^<w>`` with w in (½, 1), which weights recent targets more",
-        kind=float | str,
         check=check_step_size,
     )
-    exploration_fraction: float = setting(
-        default=0.1, says="share of training over which ε falls", least=0, most=1, attribute=""
-    )
+    exploration_fraction: float = setting(default=0.1, says="share of training over which ε falls", least=0, most=1)
     exploration_initial_eps: float = setting(
-        default=1.0, says="ε at the start, the probability of a uniformly random action", least=0, most=1, attribute=""
+        default=1.0, says="ε at the start, the probability of a uniformly random action", least=0, most=1
     )
     exploration_final_eps: float = setting(
-        default=0.05, says="final ε; equal to the initial one: constant ε", least=0, most=1, attribute=""
+        default=0.05, says="final ε; equal to the initial one: constant ε", least=0, most=1
     )
     initial_value: float = setting(
         default=0.0,
         says="initial value of all entries, in units of return; optimistic values cause exploration",
-        attribute="",
     )
-    optimizer, lr_scheduler, network, features_extractor = fixed(), fixed(), fixed(), fixed()
-    optimizer_factory = scheduler_factory = None  # a table has none
+    optimizer, lr_scheduler = fixed(None), fixed(None)  # a table has none
+    network, features_extractor = fixed(None), fixed(None)
     #: ε, the probability of a random action.
     epsilon: float = persistent(lambda m: m._exploration_rate(1.0))
     # Seeded by a number that is drawn with the table.
@@ -119,7 +115,8 @@ class TabularControl(ControlModule):
 
     def __post_init__(self) -> None:
         # A table has no optimizer, so the step size is not an optimizer's.
-        rate, self.learning_rate = self.learning_rate, None
+        rate: Any = self.learning_rate
+        self.learning_rate = None
         super().__post_init__()
         self.visit_exponent = _parse_visit_exponent(rate)
         self.step_schedule = _parse_step_size(rate) if self.visit_exponent is None else None
@@ -159,9 +156,7 @@ class TabularControl(ControlModule):
 
     def build_network(self) -> None:
         n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)
-        self.network = ActionValues(
-            self.n_tables, n_states, n_actions, self.hparams["initial_value"], self.masks_actions
-        )
+        self.network = ActionValues(self.n_tables, n_states, n_actions, self.initial_value, self.masks_actions)
         self._seed = int(torch.randint(2**62, ()))
 
     @property
@@ -270,9 +265,8 @@ class TabularControl(ControlModule):
             self.record_now(learning_rate=self.step_size)
 
     def _exploration_rate(self, progress_remaining: float) -> float:
-        hp = self.hparams
         return exploration_rate(
-            progress_remaining, hp["exploration_fraction"], hp["exploration_initial_eps"], hp["exploration_final_eps"]
+            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
         )
 
     # ---------------------------------------------------------------- exact evaluation

@@ -33,7 +33,7 @@ class TD3(OffPolicyActorCritic):
     default_learning_rate = 1e-3
 
     policy_delay: int = setting(
-        default=2, says="updates of the critics per update of policy and target networks", least=1, unit="update"
+        default=2, says="updates of the critics per update of policy and target networks", least=1
     )
     target_policy_noise: float = setting(
         default=0.2,
@@ -45,7 +45,7 @@ class TD3(OffPolicyActorCritic):
     # ---------------------------------------------------------------- networks
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        return DeterministicPolicy(self.observation_space, width, net_arch, self.hparams["activation_fn"])
+        return DeterministicPolicy(self.observation_space, width, net_arch, self.activation_fn)
 
     def make_target(self) -> torch.nn.Module:
         return copy.deepcopy(self.network)

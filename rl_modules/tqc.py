@@ -22,7 +22,7 @@ class TQC(SAC):
     the mean of all quantiles. The rest is SAC. Names and defaults are those of sb3-contrib.
     """
 
-    n_quantiles: int = setting(default=25, says="quantiles per critic", least=1, attribute="n_outputs")
+    n_outputs: int = setting(alias="n_quantiles", default=25, says="quantiles per critic", least=1)
     top_quantiles_to_drop_per_net: int = setting(
         default=2, says="largest target quantiles that are left out, per critic; below ``n_quantiles``", least=0
     )

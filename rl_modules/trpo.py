@@ -16,7 +16,7 @@ from rl_modules.common.modules import tree_map
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
-from rl_modules.core.settings import changed, fixed, made, setting
+from rl_modules.core.settings import Scheduled, changed, fixed, made, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution
 from rl_modules.fast.adam import adam, clip_grad_norm
@@ -54,12 +54,10 @@ class TRPO(ActorCriticModule):
     experience = WHOLE_ROLLOUTS
     value_network: ValueNetwork = made()
 
-    target_kl: Any = setting(
+    target_kl: Scheduled[float | str, float] = setting(
         default=0.01,
         says="the trust region's size, in nats; a number or a schedule, as for ``learning_rate``: under "
         "``lin_<number>`` the policy's steps decay to 0",
-        kind=float | str,
-        schedule=True,
         check=check_radius,
     )
     cg_max_steps: int = setting(default=15, says="iterations of conjugate gradient", least=1)
@@ -77,7 +75,7 @@ class TRPO(ActorCriticModule):
     optimizer: OptimizerFactory | None = changed(
         says="callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5"
     )
-    network: Any = changed(
+    network = changed(
         says="module class or callable that makes the policy network from both spaces: an import path, or class_path "
         "with init_args; the critic is built from ``net_arch``. None: built from the other arguments"
     )
@@ -99,10 +97,9 @@ class TRPO(ActorCriticModule):
         self._shuffler_seed = 0
 
     def build_network(self) -> None:
-        hp = self.hparams
         self.network = self.make_network(critic=False)
-        vf = hp.net_arch["vf"] if isinstance(hp.net_arch, dict) else hp.net_arch
-        self.value_network = ValueNetwork(self.observation_space, vf, hp.activation_fn, hp.ortho_init)
+        vf = self.net_arch["vf"] if isinstance(self.net_arch, dict) else self.net_arch
+        self.value_network = ValueNetwork(self.observation_space, vf, self.activation_fn, self.ortho_init)
         self._shuffler_seed = int(torch.randint(2**63 - 1, ()))
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:

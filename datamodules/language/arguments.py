@@ -1,24 +1,16 @@
 """Arguments of the language datamodules, what a checkpoint holds of them, and what they make of evaluations."""
 
 import os
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import lightning as L
 
 from datamodules.experience import Experience, evaluate_on_start
 from datamodules.language.notices import notice
+from datamodules.language.tasks.base import RewardFunction, Task
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import setting
-
-
-def check_chat_template(name: str, value: Any) -> Any:
-    """Refuses a template, which belongs to the tokenizer."""
-    if not isinstance(value, bool | None):
-        raise UsageError(
-            f"{name}={value!r} must be true or false; the template itself belongs to the tokenizer, as "
-            "chat_template.jinja in its folder"
-        )
-    return value
+from rl_modules.core.settings import Converted, made, setting
 
 
 def check_files(name: str, value: Any) -> Any:
@@ -53,6 +45,10 @@ def named_functions(value: Any) -> Any:
     return value
 
 
+#: A task, or sources of several; a file names them.
+GivenTask = Annotated[str | Sequence[dict[str, Any]] | Task | None, str | list[dict[str, Any]] | None]
+#: One reward function, or several.
+GivenFunctions = RewardFunction | str | dict[str, Any] | Sequence[RewardFunction | str | dict[str, Any]]
 #: Attribute of a Trainer with the ``val_check_interval`` that a datamodule has set from its ``eval_steps``.
 _OWN_INTERVAL = "_interval_of_eval_steps"
 #: The sources of records with which an argument is read, of those that are not read with all.
@@ -71,17 +67,16 @@ class LanguageArguments(Experience):
     """The arguments of the language datamodules, and the checks of one against another."""
 
     #: Columns that training records must have, and held-out ones.
-    required: ClassVar[tuple[str, ...]] = ("prompt",)
-    eval_required: ClassVar[tuple[str, ...]] = ("prompt",)
+    required: tuple[str, ...] = made(("prompt",))
+    eval_required: tuple[str, ...] = made(("prompt",))
     #: Columns of files and datasets that are read as text; reward functions get the others as they are.
     texts: ClassVar[tuple[str, ...]] = ()
 
-    task: Any = setting(
+    task: Converted[GivenTask, Any] = setting(
         default=None,
         says="a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
         "path of a Task; or a list of sources with weights, ``[{name: addition, weight: 2}, {path: more.jsonl}]``. "
         "None: ``path`` or ``dataset``",
-        kind=str | list[dict[str, Any]] | None,
         kw_only=False,
         stores=named_functions,
     )
@@ -89,18 +84,16 @@ class LanguageArguments(Experience):
     path: str | None = setting(
         default=None, says="JSONL, parquet, arrow or csv file of training records", check=check_files
     )
-    eval_path: Any = setting(
+    eval_path: str | dict[str, str] | None = setting(
         default=None,
         says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from; or "
         "several by name, ``{easy: easy.jsonl, hard: hard.jsonl}``, each with metrics of its own",
-        kind=str | dict[str, str] | None,
         check=check_files,
     )
-    dataset: Any = setting(
+    dataset: Annotated[Iterable[Any] | None, str | None] = setting(
         default=None,
         says="hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
         "``DatasetDict``",
-        kind=str | None,
         stores=name_of_dataset,
     )
     dataset_config: str | None = setting(default=None, says="the hub dataset's configuration")
@@ -125,7 +118,6 @@ class LanguageArguments(Experience):
     chat_template: bool | None = setting(
         default=None,
         says="render prompts with the tokenizer's chat template; None: where it has one",
-        check=check_chat_template,
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
         default=None,
@@ -160,12 +152,11 @@ class LanguageArguments(Experience):
         "micro-batches without changing the step",
         least=1,
     )
-    reward_funcs: Any = setting(
+    reward_funcs: Annotated[GivenFunctions | None, list[str | dict[str, Any]] | str | dict[str, Any] | None] = setting(
         default=None,
         says="one or several names or import paths of reward functions (TRL's signature), with settings as "
         "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
         "whether a completion is right: its value must reach ``correct_threshold``",
-        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None,
         stores=named_functions,
     )
     reward_time_limit_s: float | None = setting(
@@ -226,9 +217,10 @@ class LanguageArguments(Experience):
                     f"come from {given[0]}={hp[given[0]]!r}; leave it out, or give a "
                     f"{sources[-1]}"
                 )
-        if hp.streaming and hp.n_train is not None:
+        if self.streaming and self.n_train is not None:
             raise UsageError(
-                f"streaming=true reads a file or dataset whole, pass after pass; n_train={hp.n_train} can't go with it"
+                f"streaming=true reads a file or dataset whole, pass after pass; n_train={self.n_train} can't go "
+                "with it"
             )
 
 

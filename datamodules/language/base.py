@@ -41,19 +41,21 @@ class LanguageDataModule(LanguageArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.task
-        self.task = None if given is None else make_task(given, **{"seed": self.seed, **(self.task_kwargs or {})})
-        self.mixture: Mixture | None = self.task if getattr(self.task, "is_mixture", False) else None
-        funcs = [] if self.task is None else self.task.reward_funcs
+        task: Any = self.task
+        if task is not None:
+            task = make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
+        self.task = task
+        self.mixture: Mixture | None = task if getattr(task, "is_mixture", False) else None
+        funcs = [] if task is None else task.reward_funcs
         if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
             raise UsageError(
-                f"task {self.task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
+                f"task {task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
                 "list of functions should be"
             )
         if self.reward_funcs:
             from datamodules.language.rewards import load_reward_funcs
 
-            funcs = load_reward_funcs(self.reward_funcs, self.task)
+            funcs = load_reward_funcs(self.reward_funcs, task)
         if getattr(self, "environment", None) is not None:
             from datamodules.language.dialogues import environment
 

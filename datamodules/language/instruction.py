@@ -62,7 +62,6 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         says="maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong`` "
         "selects what happens to longer ones",
         least=2,
-        unit="tokens, a prompt's and a completion's",
     )
 
     #: The present bucket's number, and its steps.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from datamodules.language.passes import PassesDataModule
 from datamodules.language.sequences import Pairs
 from datamodules.language.sources import NothingUsable, fitting, place_of, refuse
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import changed, fixed, setting
+from rl_modules.core.settings import changed, fixed, made, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers
 
 
@@ -43,8 +43,8 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
 
     kind = "preferences"
     fate, noun = "are left out of it: another pass has another order", "pairs"
-    required: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-    eval_required: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
+    required: tuple[str, ...] = made(("prompt", "chosen", "rejected"))
+    eval_required: tuple[str, ...] = made(("prompt", "chosen", "rejected"))
     texts = ("completion", "chosen", "rejected")
 
     max_length: int | None = setting(
@@ -81,8 +81,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     task = changed(
         says="a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``"
     )
-    eval_path = changed(
-        kind=str | None,
+    eval_path: str | None = changed(
         says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from",
     )
     n_eval = 1024

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from datamodules.language.rows import RowLengths, cut, joined_sequences, require
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import made, setting
 from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
 
@@ -60,11 +60,10 @@ class PromptDataModule(LanguageDataModule):
         "afterwards such groups fill the remaining places. 0: no replacement",
         least=0,
     )
-    curriculum: Any = setting(
+    curriculum: Annotated[Callable[..., dict[str, float]] | str | None, str | None] = setting(
         default=None,
         says="function from the running pass rates p of the sources of ``task`` and their weights, each by name, "
         "to the weights of the next generation: ``learnable``, in proportion to p (1 - p), or an import path",
-        kind=str | None,
         stores=named_functions,
     )
     async_generations: int = setting(
@@ -88,12 +87,11 @@ class PromptDataModule(LanguageDataModule):
         says="JSONL file of them, with prompt and completion; None: the task's or source's own",
         idle=lambda data: not data.ptx_batch_size and "at ptx_batch_size=0; set that above 0",
     )
-    environment: Any = setting(
+    environment: Annotated[Callable[..., Any] | str | None, str | None] = setting(
         default=None,
         says="import path of a class with ``reset(record)`` and ``step(message)``, ``my_package.games:Guess``, which "
         "answers the model turn after turn; in Python also the class. Its rewards are those of the function "
         "``environment``. None: one turn, without one",
-        kind=str | None,
         stores=named_functions,
     )
     environment_kwargs: dict[str, Any] | None = setting(
@@ -150,7 +148,7 @@ class PromptDataModule(LanguageDataModule):
     _solved: dict[str, list[float]] = transient({})  # right completions of this generation and all, by source
     _lengths: RowLengths | None = transient()  # of the rows of `_fields`, on the host
     _warned_of_lacking: bool = transient(False)
-    _dialogues: ClassVar[Any] = None
+    _dialogues: Any = made(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

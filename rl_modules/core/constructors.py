@@ -86,7 +86,7 @@ def settle(made: Any, given: dict[str, Any]) -> dict[str, Any]:
         if name not in declared or (x is not given[name] if name in given else is_storable(x))
     }
     for name in known.received.keys() & declared.keys() & {*known.names}:
-        if declared[name].stored and not is_storable(known.received[name]):
+        if declared[name].stores is not False and not is_storable(known.received[name]):
             known.objects[name] = name_of(known.received[name])
     return stored
 

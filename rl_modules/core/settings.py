@@ -2,12 +2,14 @@
 it idle.
 
     class PPO(ActorCritic):
-        clip_range: float | str = setting(0.2, "ε, how far the ratio may move from 1", schedule=True)
-        kl_coef: float = setting(1.0, "initial β", above=0, idle=lambda m: None if m.penalizes else "without a penalty")
+        clip_range: Scheduled[float | str, float] = setting(default=0.2, says="ε, how far the ratio may move from 1")
+        kl_coef: float = setting(default=1.0, says="initial β", above=0, idle=lambda m: not m.penalizes and "…")
 
 From the declarations come the constructor's signature, its documentation, the checks, the attributes and the plain
-hyperparameters. A subclass declares further ones, changes a default in one line (``gae_lambda = 1.0``), fixes a value
-(``n_critics = fixed(1)``), or has an ordinary constructor that passes ``**kwargs`` on.
+hyperparameters. The annotation is the type of argument and attribute: :class:`Converted` names both where they differ,
+and ``Annotated[Task | str, str]`` names what a file may say where Python takes objects too. A subclass declares further
+ones, changes a default in one line (``gae_lambda = 1.0``), fixes a value (``n_critics = fixed(1)``), or has an ordinary
+constructor that passes ``**kwargs`` on.
 """
 
 import inspect
@@ -17,7 +19,8 @@ import typing
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,6 +37,24 @@ from rl_modules.core.state import persistent, transient
 _CONTAINED: dict[Any, str] = {str: "a single text", dict: "a dictionary {name: value}"}
 
 
+Given_ = TypeVar("Given_", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
+
+
+class Converted(Generic[Given_, Kept]):
+    """Annotation of an argument whose attribute has another type: ``n_steps: Converted[int | None, int]``."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: object = None) -> Kept: ...
+
+        def __set__(self, instance: object, value: Given_) -> None: ...
+
+
+class Scheduled(Converted[Given_, Kept]):
+    """Annotation of a number that may be given as a schedule; the attribute is the number at the moment."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One argument.
@@ -45,21 +66,17 @@ class Setting:
         most: largest number.
         above: number that it must exceed.
         below: number that it must stay under.
-        unit: of a whole number, for the error.
-        besides: a number outside the range that it may be too, and what for.
         one_of: the words that it may be.
-        schedule: a number or a schedule of one; the attribute is the value at the moment.
-        check: returns the value as it becomes a hyperparameter; raises for one that can't be used.
-        stores: returns the plain hyperparameter from the checked value, which is the attribute; None: the value itself.
+        check: returns the value as the attribute has it; raises for one that can't be used.
+        stores: returns the plain hyperparameter from the checked value; None: the value itself. False: the argument is
+            no hyperparameter, such as a callable, which is code that a checkpoint must not hold.
         idle: from the module to a clause that says beside which argument this one has no effect; false: it has one.
-        attribute: its name; "" where the value is a hyperparameter alone.
-        argument: its name where the class's body has another one, which is then that of the attribute: the class has a
-            method or property of the argument's name.
-        computed: the property that the attribute is, or a function from the module to its value.
-        stored: whether it is a hyperparameter; callables are code, which a checkpoint must not hold.
-        positional: whether it may be given by its position.
-        shapes_batch: whether it decides which fields the module's ``prepare`` returns.
-        kind: its type; by default the annotation.
+        alias: the argument's name where the class's body has another one, which is then that of the attribute: the
+            class has a method or property of the argument's name.
+        kw_only: whether it must be given by its name.
+        attribute: its name (from the class's body).
+        kind: the argument's type (from the annotation).
+        scheduled: whether a schedule may be given (from the annotation).
     """
 
     default: Any
@@ -68,27 +85,30 @@ class Setting:
     most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
-    unit: str = ""
-    besides: tuple[int, str] | None = None
     one_of: tuple[str, ...] = ()
-    schedule: bool = False
     check: Callable[[str, Any], Any] | None = None
-    stores: Callable[[Any], Any] | None = None
+    stores: Callable[[Any], Any] | Literal[False] | None = None
     idle: Callable[[Any], str | bool | None] | None = None
-    attribute: str | None = None
-    argument: str = ""
-    computed: property | Callable[[Any], Any] | None = None
-    stored: bool = True
-    positional: bool = False
-    shapes_batch: bool = False
-    kind: Any = None
-    kinds: tuple[Any, ...] = field(default=(), repr=False)
+    alias: str | None = None
+    kw_only: bool = True
+    attribute: str = field(default="", repr=False)
+    kind: Any = field(default=None, repr=False)
+    scheduled: bool = field(default=False, repr=False)
 
     def of_kind(self, annotation: Any) -> "Setting":
         """Returns the setting with its type."""
-        kind = self.kind if self.kind is not None else annotation
-        is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-        return replace(self, kind=kind, kinds=typing.get_args(kind) if is_union else (kind,))
+        scheduled = typing.get_origin(annotation) is Scheduled
+        if typing.get_origin(annotation) in (Converted, Scheduled):
+            annotation = typing.get_args(annotation)[0]
+        if typing.get_origin(annotation) is Annotated:
+            annotation = annotation.__metadata__[0]
+        return replace(self, kind=annotation, scheduled=scheduled)
+
+    @cached_property
+    def kinds(self) -> tuple[Any, ...]:
+        """The members of the type."""
+        is_union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
+        return typing.get_args(self.kind) if is_union else (self.kind,)
 
     @property
     def origin(self) -> Any:
@@ -102,7 +122,7 @@ class Setting:
         Raises:
             UsageError: names the argument, the value, and what would be right.
         """
-        value = plain(value, into_dicts=False) if self.stored and self.stores is None else value
+        value = plain(value, into_dicts=False) if self.stores is None else value
         if isinstance(value, nn.Module) and self.check is None:
             raise UsageError(f"{name} is a {type(value).__name__}; it takes numbers, texts, lists or dictionaries")
         if value is not None or not (type(None) in self.kinds or self.default is None):
@@ -114,14 +134,14 @@ class Setting:
         if self.one_of and not (isinstance(value, str) and value in self.one_of):
             near = did_you_mean(value, self.one_of) if isinstance(value, str) else ""
             raise UsageError(f"{name}={value!r} must be one of {', '.join(self.one_of)}{near}")
-        wanted = None if self.stores is not None else _CONTAINED.get(self.origin)  # else an object is described
+        wanted = None if self.stores else _CONTAINED.get(self.origin)  # else an object is described
         if wanted is not None and type(value) in (list, tuple, set, dict) and type(value) is not self.origin:
             raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
         if wanted is not None and self.check is None and self.origin is dict and not isinstance(value, dict):
             raise UsageError(f"{name}={value!r} must be {wanted}")
-        if self.kinds == (bool,) and not isinstance(value, bool):
+        if {*self.kinds} - {type(None)} == {bool} and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} must be true or false")
-        if self.schedule:
+        if self.scheduled:
             parse_schedule(value, name)
             return value
         return self._number(name, value) if int in self.kinds or float in self.kinds else value
@@ -138,8 +158,6 @@ class Setting:
             if not number.is_integer():
                 raise UsageError(f"{name}={value} must be a whole number")
             value = int(value)
-        if self.besides is not None and number == self.besides[0]:
-            return value
         if not (self.least <= number <= self.most and self.above < number < self.below) or math.isinf(number):
             raise UsageError(f"{name}={value} must {self.range}")
         return value
@@ -153,8 +171,7 @@ class Setting:
         if float in self.kinds:
             of = "" if math.isinf(low) else f" above {low:g}" if is_open else f" of at least {low:g}"
             return f"be a finite number{of}"
-        other = f", or {self.besides[0]} for {self.besides[1]}" if self.besides else ""
-        return f"be at least {low:g}{f' {self.unit}' if self.unit else ''}{other}"
+        return f"be at least {low:g}"
 
 
 def setting(default: Any, says: str, *, kw_only: bool = True, alias: str | None = None, **rules: Any) -> Any:
@@ -162,7 +179,18 @@ def setting(default: Any, says: str, *, kw_only: bool = True, alias: str | None 
 
     Type checkers read ``default=``, ``kw_only`` and ``alias`` (PEP 681), so give them by name.
     """
-    return Setting(default, says, **{"positional": not kw_only, "argument": alias or "", **rules})
+    return Setting(default, says, kw_only=kw_only, alias=alias, **rules)
+
+
+def one_or_all(of: str) -> Callable[[str, int], int]:
+    """Returns the check of a whole number that is at least 1, or -1 for all of something."""
+
+    def check(name: str, value: int) -> int:
+        if value != -1 and value < 1:
+            raise UsageError(f"{name}={value} must be at least 1, or -1 for {of}")
+        return value
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -182,13 +210,14 @@ def fixed(value: Any = ..., instead: str = "", *, init: Literal[False] = False) 
     return _Fixed(value, instead)
 
 
+@dataclass(frozen=True)
 class _Made:
-    pass
+    value: Any
 
 
-def made(*, init: Literal[False] = False) -> Any:
-    """Declares an attribute that the class sets itself, and that is no argument."""
-    return _Made()
+def made(value: Any = ..., *, init: Literal[False] = False) -> Any:
+    """Declares an attribute that the class sets itself, and that is no argument; ``value``: until it is set."""
+    return _Made(value)
 
 
 @dataclass(frozen=True)
@@ -201,7 +230,8 @@ def changed(*, default: Any = ..., **rules: Any) -> Any:
     return _Changed(rules if default is ... else {**rules, "default": default})
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, changed, fixed, made, persistent, transient))
+# Without `changed`: what is no specifier is a default, so that checkers call no argument required that has one.
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, fixed, made, persistent, transient))
 class Declared:
     """Base of modules and datamodules whose arguments are declared in the class's body."""
 
@@ -260,7 +290,7 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     if "_given" not in made.__dict__:  # else a subclass's constructor passes them on
         refuse_unknown(cls, args, given)
         made.__dict__["_given"] = Given(list(given))
-    positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
+    positional = [name for name, setting in cls.declared_settings.items() if not setting.kw_only]
     if len(args) > len(positional):
         taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
         raise UsageError(
@@ -279,16 +309,14 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
         stored = settle(made, given)
     for name, declared in cls.declared_settings.items():
         value = declared.checked(name, given.get(name, declared.default))
-        if declared.stored:
+        if declared.stores is not False:
             stored[name] = value if declared.stores is None else declared.stores(value)
-        if declared.schedule and value is not None:
+        if declared.scheduled and value is not None:
             made.schedules[name] = parse_schedule(value, name)
             value = max(made.schedules[name].initial, declared.least)
         elif value is not None and float in declared.kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        attribute = name if declared.attribute is None else declared.attribute
-        if attribute and (declared.computed is None or declared.attribute is not None):
-            setattr(made, attribute, value)
+        setattr(made, declared.attribute, value)
     made._given.arrays = {name: value for name, value in stored.items() if has_arrays(value)}
     keep(made, {name: plain(value) for name, value in stored.items()})
     made.__post_init__()
@@ -342,25 +370,22 @@ def _declare(cls: Any) -> None:
     for name, value in list(vars(cls).items()):
         if isinstance(value, Setting):
             delattr(cls, name)
-            value = value.of_kind(annotations.get(name, Any))
-            if value.argument:
-                name, value = value.argument, replace(value, attribute=name)
-            declared[name] = value
-            introduced.append(name)
-            if value.computed is not None:
-                setattr(cls, name, value.computed if isinstance(value.computed, property) else property(value.computed))
+            argument = value.alias or name
+            declared[argument] = replace(value.of_kind(annotations.get(name, Any)), attribute=name)
+            introduced.append(argument)
         elif isinstance(value, _Made):
             delattr(cls, name)
+            if value.value is not ...:
+                setattr(cls, name, value.value)
         elif isinstance(value, _Fixed):
             fixed_here[name] = value.instead
             delattr(cls, name)
             if value.value is not ...:
                 cls.fixed_values = {**cls.fixed_values, name: plain(value.value)}
-                setattr(cls, inherited[name].attribute or name, value.value)
+                setattr(cls, inherited[name].attribute, value.value)
         elif isinstance(value, _Changed):
-            declared[name] = replace(inherited[name], **value.rules).of_kind(
-                annotations.get(name, inherited[name].kind)
-            )
+            other = replace(inherited[name], **value.rules)
+            declared[name] = other.of_kind(annotations[name]) if name in annotations else other
             delattr(cls, name)
         elif name in inherited and not hasattr(type(value), "__get__"):
             other = replace(inherited[name], default=value)
@@ -383,8 +408,8 @@ def _constructor(cls: Any) -> Callable[..., None]:
     by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter(name, by_position if x.positional else by_name, default=x.default, annotation=x.kind)
-        for name, x in sorted(cls.declared_settings.items(), key=lambda item: not item[1].positional)
+        inspect.Parameter(name, by_name if x.kw_only else by_position, default=x.default, annotation=x.kind)
+        for name, x in sorted(cls.declared_settings.items(), key=lambda item: item[1].kw_only)
     ]
     made: Any = __init__
     made.__signature__ = inspect.Signature([inspect.Parameter("self", by_position), *parameters])

@@ -169,8 +169,7 @@ class Recorded:
         self._rates: dict[int, Tensor] = {}
         rates_in_place(self.optimizers, self._rates)
         # Of numbers that the run or a subclass may change; the rate of learning is in a tensor.
-        settings = ((name, x) for name, x in module.declared_settings.items() if x.computed is None)
-        names = [*declared(module, kept=True), *(x.attribute or name for name, x in settings)]
+        names = [*declared(module, kept=True), *(x.attribute for x in module.declared_settings.values())]
         self._names = [name for name in names if name not in (*NUMBERS, "learning_rate")]
         # By key: what a recording has noted by `record_now`, and the tensors that it has left in these attributes.
         self._noted: dict[Any, dict[str, Any]] = {}

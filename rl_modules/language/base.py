@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
 from rl_modules.core.hooks import copy_for_averages
-from rl_modules.core.settings import made, setting, warn_of_idle
+from rl_modules.core.settings import Converted, made, setting, warn_of_idle
 from rl_modules.fast import is_fast
 from rl_modules.language import checkpoints
 from rl_modules.language.architecture import (
@@ -66,6 +67,16 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
+class Configuration(Protocol):
+    """A configuration of peft or transformers as an object."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+#: Arguments of such a configuration.
+Config = Converted[Annotated[dict[str, Any] | Configuration | None, dict[str, Any] | None], dict[str, Any] | None]
+
+
 class LanguageModule(LanguageMetrics):
     """Base class of the language algorithms; a subclass defines ``training_step``."""
 
@@ -81,14 +92,14 @@ class LanguageModule(LanguageMetrics):
     #: The default optimizer's eps, which is added to the root of the second moment.
     adam_eps = 1e-8
 
-    model_name_or_path: Any = setting(
+    #: The model that was given as an object, in a tuple, because an attribute would become a part of this module.
+    _given_model: Converted[Annotated[str | PathLike[str] | PreTrainedModel | None, str | None], Any] = setting(
+        alias="model_name_or_path",
         default=None,
         says="directory, hub name or GGUF file (``package/file.gguf`` within an installed package) of a pretrained "
         "model, in Python also the model itself, which is copied; None: a randomly initialised model. A checkpoint of "
         "a run that began with an object holds all of its weights",
-        kind=str | None,
         kw_only=False,
-        attribute="_given_model",
         check=name_or_object,
         stores=name_alone,
     )
@@ -97,22 +108,20 @@ class LanguageModule(LanguageMetrics):
         says="fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06 "
         "million parameters (another ``model_type`` starts from that type's own defaults)",
     )
-    tokenizer_name_or_path: Any = setting(
+    _tokenizer: Converted[Annotated[str | PathLike[str] | PreTrainedTokenizerBase | None, str | None], Any] = setting(
+        alias="tokenizer_name_or_path",
         default=None,
         says="directory or hub name, in Python also a tokenizer; None: the model's, or, without a pretrained model, "
         "the character tokenizer",
-        kind=str | None,
-        attribute="_tokenizer",
         check=name_or_object,
         stores=name_alone,
     )
-    lora: dict[str, Any] | None = setting(
+    lora: Config = setting(
         default=None,
         says="arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``; "
         "None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without "
         "dropout, so ``lora_dropout`` is 0 there",
         check=check_lora,
-        computed=adapters_of,
     )
     torch_dtype: str = setting(
         default="float32",
@@ -120,7 +129,7 @@ class LanguageModule(LanguageMetrics):
         "``precision`` sets the precision of computations",
         one_of=DTYPES,
     )
-    quantization_config: dict[str, Any] | None = setting(
+    quantization_config: Config = setting(
         default=None,
         says="arguments of transformers' ``BitsAndBytesConfig`` such as ``{load_in_4bit: true}``, or ``{quant_method: "
         "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "
@@ -170,18 +179,18 @@ class LanguageModule(LanguageMetrics):
         "clipping",
         above=0,
     )
-    optimizer: OptimizerFactory | None = setting(
+    optimizer_factory: OptimizerFactory | None = setting(
+        alias="optimizer",
         default=None,
         says="callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings above",
-        attribute="optimizer_factory",
-        stored=False,
+        stores=False,
         check=require_callable,
     )
-    lr_scheduler: SchedulerFactory | None = setting(
+    scheduler_factory: SchedulerFactory | None = setting(
+        alias="lr_scheduler",
         default=None,
         says="callable from the optimizer to a torch scheduler, stepped once per optimizer step",
-        attribute="scheduler_factory",
-        stored=False,
+        stores=False,
         check=require_callable,
     )
     logging_steps: int = setting(default=10, says="optimizer steps between two points of the training curves", least=1)
@@ -195,15 +204,8 @@ class LanguageModule(LanguageMetrics):
         default=None,
         says="architecture and tokenizer as plain data, from which a checkpoint loads without the model's directory; "
         "set internally",
-        attribute="",
     )
 
-    #: What makes the optimizer and the scheduler; None: AdamW, and the schedule of ``lr_scheduler_type``.
-    optimizer_factory: OptimizerFactory | None = made()
-    scheduler_factory: SchedulerFactory | None = made()
-    #: The model that was given as an object, in a tuple, because an attribute would become a part of this module.
-    _given_model: Any = made()
-    _tokenizer: Any = made()
     #: The model that is trained.
     model: Any = made()
     stores_own_gradients = False  # their mean over ranks is smaller than all of them
@@ -212,17 +214,16 @@ class LanguageModule(LanguageMetrics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
-        if hp.description is None:
-            refuse_loading_arguments(hp.model_config)
+        if self.hparams["description"] is None:
+            refuse_loading_arguments(self.model_config)
         self.model = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):
             self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
         if not isinstance(self._given_model, tuple):
-            self._given_model = ()
+            self._given_model = None
         else:
-            check_model_object(self._given_model[0], hp.model_config)
+            check_model_object(self._given_model[0], self.model_config)
         self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: dict[str, str] = {}
         self._throughput = Throughput()
@@ -239,13 +240,14 @@ class LanguageModule(LanguageMetrics):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded on first access, because datamodules need it before the model is built."""
         if self._tokenizer is None:
-            hp = self.hparams
-            if hp.description is not None:
-                self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
-            elif self._given_model and hp.tokenizer_name_or_path is None:
+            if self.hparams["description"] is not None:
+                self._tokenizer = tokenizer_from_dict(self.hparams["description"]["tokenizer"])
+            elif self._given_model and self.hparams["tokenizer_name_or_path"] is None:
                 self._tokenizer = load_tokenizer(tokenizer_name(self._given_model[0]))
             else:
-                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
+                self._tokenizer = load_tokenizer(
+                    self.hparams["tokenizer_name_or_path"] or self.hparams["model_name_or_path"]
+                )
         return self._tokenizer
 
     @property
@@ -255,9 +257,8 @@ class LanguageModule(LanguageMetrics):
 
     def _architecture(self) -> Any:
         """The config of the checkpoint's description, or of the source with changed fields."""
-        hp = self.hparams
-        known = hp.description
-        source, fields = (self._source, hp.model_config) if known is None else (None, known["config"])
+        known = self.hparams["description"]
+        source, fields = (self._source, self.model_config) if known is None else (None, known["config"])
         return make_config(source, fields, self.tokenizer, self.dropout)
 
     @property
@@ -271,14 +272,13 @@ class LanguageModule(LanguageMetrics):
         Under ``ModelParallelStrategy`` the first rank reads the weights and scatters them over all ranks. At the start
         of ``fit`` the last run's state is cleared.
         """
-        hp = self.hparams
         sharding, is_new = adopt_strategy(self._trainer), self.model is None
         is_half = self._trainer is not None and isinstance(self.trainer.precision_plugin, HalfPrecision)
         if is_half:
-            adopt_precision(self.trainer, hp.lora is not None)
-        if hp.lora is not None:
+            adopt_precision(self.trainer, self.lora is not None)
+        if self.lora is not None:
             precision = self.trainer.precision if self.is_fitting else "32-true"
-            refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
+            refuse_biases_of_16_bits(self.lora, self.torch_dtype, precision)
         if is_new:
             with float32_by_default(), nullcontext() if sharding is None else sharding.storage_on_first_rank():
                 build_models(self, sharding)
@@ -287,12 +287,12 @@ class LanguageModule(LanguageMetrics):
         if is_half:  # before weights may be split over ranks
             self.trainer.precision_plugin.convert_module(self)
         if self.is_fitting:
-            if is_half or hp.torch_dtype != "float32":
-                require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
-            if hp.use_liger_kernel:
+            if is_half or self.torch_dtype != "float32":
+                require_float32_masters(self, self.lora is not None, self.torch_dtype, self.learning_rate)
+            if self.use_liger_kernel:
                 use_liger_kernel(self.model, self.trainer.strategy.root_device)
             self.begin_run()
-        brings_own_layers = hp.torch_compile or hp.use_liger_kernel
+        brings_own_layers = self.torch_compile or self.use_liger_kernel
         if sharding is not None:
             if not is_sharded(self.model):
                 sharding.split_models(self, is_new)
@@ -306,8 +306,11 @@ class LanguageModule(LanguageMetrics):
 
     def frozen_arguments(self) -> dict[str, str]:
         """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
-        hp = self.hparams
-        return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
+        return (
+            {"model.": "model_name_or_path"}
+            if self.lora is not None and self.hparams["model_name_or_path"] is not None
+            else {}
+        )
 
     def describe(self, config: Any) -> dict[str, Any]:
         """Describes the models as plain data, from which a checkpoint builds them again."""
@@ -324,16 +327,15 @@ class LanguageModule(LanguageMetrics):
             config: the architecture.
             source: directory, hub name or model that the weights come from; None: new ones.
         """
-        hp = self.hparams
         self.model = make_model(
             config,
             source,
             self.head,
-            hp.torch_dtype,
-            hp.attn_implementation,
-            hp.gradient_checkpointing,
-            self.lora,
-            hp.quantization_config,
+            self.torch_dtype,
+            self.attn_implementation,
+            self.gradient_checkpointing,
+            adapters_of(self),
+            self.quantization_config,
         )
 
     @property
@@ -374,7 +376,7 @@ class LanguageModule(LanguageMetrics):
         if not self.dropout:
             warn_of_noise(self.model)
         if has_router(self.model):
-            name, given = type(self).__name__, self.hparams["model_config"] or {}
+            name, given = type(self).__name__, self.model_config or {}
             check_router_loss(self.model, given, name, self.balances_experts)
 
     # ---------------------------------------------------------------- checkpoints
@@ -402,7 +404,7 @@ class LanguageModule(LanguageMetrics):
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
 
     def _on_train_start(self) -> None:
-        if self.hparams["torch_compile"]:
+        if self.torch_compile:
             compile_layers(self)
         self.run.began_at = (self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)

@@ -45,7 +45,7 @@ def add_frozen_to(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
 
 def require_same_adapters(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint with adapters for a model without any, and the reverse."""
-    saved, own = settings_of(checkpoint), module.hparams["lora"]
+    saved, own = settings_of(checkpoint), module.lora
     if "lora" in saved and (own is None) != (saved["lora"] is None):
         refuse_other_adapters(own, saved["lora"])
 

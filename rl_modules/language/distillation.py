@@ -1,6 +1,6 @@
 """Distillation: a student learns a teacher's distribution of each token, on its own completions or on given ones."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,17 +105,16 @@ class Distillation(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
         self._served: Any = None
-        url = hp.teacher_model_server_url
+        url = self.teacher_model_server_url
         if url is not None and (
-            hp.teacher_model_name_or_path is not None or not self.loss_top_k or self.distillation_objective != "jsd"
+            self.teacher_model_name_or_path is not None or not self.loss_top_k or self.distillation_objective != "jsd"
         ):
             raise UsageError(
                 f"teacher_model_server_url={url!r} takes loss_top_k above 0, distillation_objective='jsd' "
                 "and no teacher_model_name_or_path"
             )
-        if hp.teacher_model_name_or_path is None and hp.lora is None and url is None:
+        if self.teacher_model_name_or_path is None and self.lora is None and url is None:
             raise UsageError(
                 "teacher_model_name_or_path=None leaves no teacher without lora, whose base it would be; "
                 "give a directory, hub name or checkpoint"
@@ -137,7 +136,7 @@ class Distillation(PolicyWithReference):
 
     @property
     def wants_reference(self) -> bool:
-        return self.hparams["teacher_model_server_url"] is None
+        return self.teacher_model_server_url is None
 
     @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
@@ -200,7 +199,7 @@ class Distillation(PolicyWithReference):
     def served_teacher(self) -> Any:
         """The client of the teacher's server; the reverse KL from its likeliest tokens is a lower bound."""
         if self._served is None:
-            address = self.hparams["teacher_model_server_url"]
+            address = cast(str, self.teacher_model_server_url)
             self._served = ServedTeacher(address, self.tokenizer, self.loss_top_k)
         return self._served
 

@@ -69,14 +69,13 @@ class DPO(PreferencePolicy):
     best_metric = ("eval/rewards/accuracies", "max")
 
     beta: float = changed(says="β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ)")
-    loss_type: Any = setting(
+    loss_type: str | list[str] = setting(
         default="sigmoid",
         says="a loss of :func:`~rl_modules.functional.dpo_loss`, or ``sft`` (the chosen answers' negative "
         "log-likelihood per token): ``sigmoid`` (DPO), ``ipo``, ``hinge`` (SLiC), ``robust``, ``exo_pair``, "
         "``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``, ``aot_unpaired``, ``apo_zero``, ``apo_down``, "
         "``discopop``, ``sigmoid_norm``; without a reference, ``simpo``, ``cpo`` and ``orpo``, of which the last two "
         "add ``sft`` with weight 1. A list: their weighted sum",
-        kind=str | list[str],
         check=check_losses,
     )
     loss_weights: list[float] | None = setting(

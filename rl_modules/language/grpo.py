@@ -1,6 +1,7 @@
 """Group relative policy optimization, and the family around it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import Converted, setting
 from rl_modules.language.advantages import (
     IN_GROUPS,
     check_scale,
@@ -108,20 +109,20 @@ class GRPO(PolicyWithReference):
     sapo_temperature_neg: float = setting(
         default=1.05, says="the same for other advantages", above=0, idle=without_sapo
     )
-    scale_rewards: Any = setting(
+    scale_rewards: Converted[bool | str, str] = setting(
         default="group",
         says="divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
         "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
-        kind=bool | str,
         check=check_scale,
         idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves",
     )
-    advantage_function: Any = setting(
+    advantage_function: Converted[
+        Annotated[Callable[..., Tensor] | str | None, str | None], Callable[[Tensor], Tensor] | None
+    ] = setting(
         default=None,
         says="function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
         "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
         "Python also the function itself",
-        kind=str | None,
         alias="advantages",
         stores=path_of,
     )
@@ -199,9 +200,8 @@ class GRPO(PolicyWithReference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
-        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
-        if self.loss_type == "cispo" and hp.epsilon_high is None:
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if self.loss_type == "cispo" and self.epsilon_high is None:
             raise UsageError(
                 "epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; give one, such "
                 "as 5"
@@ -329,20 +329,19 @@ class GRPO(PolicyWithReference):
     @property
     def correction(self) -> str:
         """The mode of the importance weights: the given one, or TRL's default, unless the kept tokens are unknown."""
-        given: str | None = self.hparams["importance_sampling_correction"]
+        given: str | None = self.importance_sampling_correction
         if given is not None:
             return given
         if self.lacks_support:
             return "token_truncate" if self.weights_tokens else "none"
-        return "none" if self.hparams["sampler"] == "native" and not self.samples_ahead else "sequence_mask"
+        return "none" if self.sampler_name == "native" and not self.samples_ahead else "sequence_mask"
 
     @property
     def rescores(self) -> bool:
         """Whether log-probabilities are computed again: the sampler's differ by engine, unknown filters or rounding."""
-        hp = self.hparams
-        if self.correction != "none" or hp.sampler != "native" or self.lacks_support:
+        if self.correction != "none" or self.sampler_name != "native" or self.lacks_support:
             return True
-        exact = self.trainer.precision in ("32-true", "64-true") and hp.torch_dtype == "float32"
+        exact = self.trainer.precision in ("32-true", "64-true") and self.torch_dtype == "float32"
         return self.compares_with_sampler and not exact
 
     @property

@@ -58,7 +58,7 @@ def build_models(module: "LanguageModule", sharding: Any) -> None:
     description, sources = describe() if sharding is None else sharding.of_first_rank(describe)
     if (generation := description.get("generation_config")) is not None:
         transformers_model(module.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
-    module._given_model = ()
+    module._given_model = None
     module._sources = sources  # of the weights as they were read: a precision may convert them
     if getattr(module.model, "is_quantized", False):
         require_left_out(hp.save_frozen_weights, sharding is not None)
@@ -213,7 +213,7 @@ def check_quantization(name: str, given: Any) -> dict[str, Any] | None:
 
 def adapters_of(module: "LanguageModule") -> dict[str, Any] | None:
     """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
-    lora: dict[str, Any] | None = module.hparams["lora"]
+    lora: dict[str, Any] | None = module.lora
     return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
 
 

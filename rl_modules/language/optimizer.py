@@ -24,7 +24,7 @@ def adamw(module: "LanguageModule", parameters: Iterable) -> torch.optim.Optimiz
     """Returns AdamW with weight decay on matrices, but not on biases and norms."""
     named, trainer = list(parameters), module.trainer
     groups = [
-        {"params": [p for p in named if p.ndim >= 2], "weight_decay": module.hparams["weight_decay"]},
+        {"params": [p for p in named if p.ndim >= 2], "weight_decay": module.weight_decay},
         {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     # Lightning refuses to clip values under mixed precision when the optimizer is fused.
@@ -69,13 +69,13 @@ def beside_scheduler(module: "LanguageModule") -> str | bool:
 
 def without_warmup(module: "LanguageModule") -> str | bool:
     """The reason why ``warmup_steps`` is idle."""
-    is_constant = module.hparams["lr_scheduler_type"] == "constant"
+    is_constant = module.lr_scheduler_type == "constant"
     return beside_scheduler(module) or (is_constant and "with lr_scheduler_type='constant'; take constant_with_warmup")
 
 
 def without_arguments(module: "LanguageModule") -> str | bool:
     """The reason why ``lr_scheduler_kwargs`` are idle."""
-    kind = module.hparams["lr_scheduler_type"]
+    kind = module.lr_scheduler_type
     return beside_scheduler(module) or (
         kind in _CONSTANT and f"with lr_scheduler_type={kind!r}, which has no arguments"
     )

@@ -72,30 +72,28 @@ class LanguagePolicy(LanguageModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
-        check_options(hp.sampler, hp.sampler_options or {})
+        check_options(self.sampler_name, self.sampler_options or {})
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         self._forget_weights()
-        if self.hparams["sampler"] == "vllm_server" and self._sampler_run is None:
+        if self.sampler_name == "vllm_server" and self._sampler_run is None:
             self._sampler_run = self.trainer.strategy.broadcast(uuid.uuid4().hex)
 
     @property
     def sampler(self) -> Sampler:
         """The engine that generates completions, created on first access with the current weights."""
         if self._sampler is None:
-            hp = self.hparams
             trainer: Any = self._trainer
             ranks = (0, 1, 0) if trainer is None else (trainer.global_rank, trainer.world_size, trainer.local_rank)
             self._sampler = make_sampler(
-                hp.sampler,
-                hp.sampler_options or {},
-                hp.max_rows_in_flight,
+                self.sampler_name,
+                self.sampler_options or {},
+                self.max_rows_in_flight,
                 self.model,
-                hp.cache_implementation,
+                self.cache_implementation,
                 ranks,
                 self._sampler_run,
             )

@@ -58,7 +58,6 @@ class PolicyWithReference(LanguagePolicy):
     #: The argument that names the reference's directory.
     reference_argument = "ref_model_name_or_path"
     #: Rows per forward pass without gradient.
-    forward_rows: int = made()
     reward_weights: list[float] | None = setting(
         default=None, says="one per reward function, the reward model's last; None: all 1", check=check_reward_weights
     )
@@ -81,11 +80,11 @@ class PolicyWithReference(LanguagePolicy):
     ref_model_sync_steps: int = setting(
         default=512, says="optimizer steps between two such updates", least=1, idle=without_sync
     )
-    local_rollout_forward_batch_size: int = setting(
+    forward_rows: int = setting(
+        alias="local_rollout_forward_batch_size",
         default=64,
         says="rows per forward pass without gradient; changes memory, not results",
         least=1,
-        attribute="forward_rows",
     )
     completions_steps: int = setting(
         default=100, says="optimizer steps between two tables of completions in the loggers; 0: none", least=0
@@ -99,8 +98,7 @@ class PolicyWithReference(LanguagePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hp = self.hparams
-        if self.sync_ref_model and hp.lora is not None and hp.ref_model_name_or_path is None:
+        if self.sync_ref_model and self.lora is not None and self.ref_model_name_or_path is None:
             raise UsageError(
                 "sync_ref_model=true can't move the reference under lora, which is the model without its "
                 "adapters; set one of them only"
@@ -142,20 +140,22 @@ class PolicyWithReference(LanguagePolicy):
     def build_model(self, config: Any, source: Any) -> None:
         """Policy, reference and reward model."""
         super().build_model(config, source)
-        hp = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
-        if hp.description is not None or self.wants_reference or hp.get("reward_model_name_or_path") is not None:
+        if (
+            self.hparams["description"] is not None
+            or self.wants_reference
+            or self.reward_model_name_or_path is not None
+        ):
             build_judges(self, config)
 
     def frozen_arguments(self) -> dict[str, str]:
-        hp = self.hparams
         arguments = super().frozen_arguments()
         if self.reward_model is not None:
             arguments["reward_model."] = "reward_model_name_or_path"
         if self.reference is not None and self.reference_is_frozen:
             own = self.reference_argument
-            name = own if hp[own] is not None else "model_name_or_path"
-            if hp[name] is not None:  # else a copy of new weights
+            name = own if self.hparams[own] is not None else "model_name_or_path"
+            if self.hparams[name] is not None:  # else a copy of new weights
                 arguments["reference."] = name
         return arguments
 
@@ -188,11 +188,11 @@ class PolicyWithReference(LanguagePolicy):
     def sync_reference(self) -> bool:
         """Updates the reference, π_ref ← α π + (1 - α) π_ref, if it is due; returns whether it did."""
         step = self.trainer.global_step
-        if not self.sync_ref_model or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
+        if not self.sync_ref_model or step == self._synced_at or step % self.ref_model_sync_steps:
             return False
         self._synced_at = step
         for ours, theirs in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-            theirs.lerp_(ours.to(theirs), self.hparams["ref_model_mixup_alpha"])
+            theirs.lerp_(ours.to(theirs), self.ref_model_mixup_alpha)
         return True
 
     # ---------------------------------------------------------------- rewards

@@ -31,7 +31,7 @@ class PreferencePolicy(PolicyWithReference):
     max_completion_length: int = changed(says="maximum number of tokens per completion of held-out prompts")
     temperature, top_k, top_p = fixed(1.0), fixed(None), fixed(None)
     min_p, repetition_penalty = fixed(None), fixed(1.0)
-    reward_weights, reward_model_name_or_path = fixed(None), fixed()
+    reward_weights, reward_model_name_or_path = fixed(None), fixed(None)
     local_rollout_forward_batch_size, completions_steps = fixed(), fixed(0)
 
     learns_from = "preferences"
@@ -64,7 +64,7 @@ class PreferencePolicy(PolicyWithReference):
             if pairs is not None:
                 self.check_pairs(pairs, f"{data}_pairs")
                 checksum = zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))
-                alpha = self.hparams.get("ld_alpha")
+                alpha = getattr(self, "ld_alpha", None)
                 self._table_keys[data] = f"{data} {checksum}" if alpha is None else f"{data} {checksum} {alpha}"
 
     def sync_reference(self) -> bool:

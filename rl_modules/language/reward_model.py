@@ -49,7 +49,7 @@ class RewardModel(LanguageModule):
     #: The datamodule loads demonstrations, whose mean reward :meth:`normalize` sets to 0.
     scores_demonstrations = True
 
-    model_name_or_path: Any = changed(
+    model_name_or_path = changed(
         says="directory or hub name: of a causal model, such as an exported SFT model, which gets a new head, or of a "
         "reward model to train further; None: a randomly initialised model"
     )
@@ -65,17 +65,16 @@ class RewardModel(LanguageModule):
         self.preference_metrics = PreferenceMetrics()
 
     def build_model(self, config: Any, source: Any) -> None:
-        hp = self.hparams
         trained = source is not None and is_reward_model(config)
         self.model = make_model(
             config,
             source,
             "score",
-            hp.torch_dtype,
-            hp.attn_implementation,
-            hp.gradient_checkpointing,
-            hp.lora,
-            hp.quantization_config,
+            self.torch_dtype,
+            self.attn_implementation,
+            self.gradient_checkpointing,
+            self.lora,
+            self.quantization_config,
             None if trained else lambda model: initialize_head(model.score),
         )
         self.model.config.pad_token_id = self.tokenizer.pad_token_id

@@ -14,6 +14,7 @@ from rl_modules.language.completion_metrics import length_metrics, record_comple
 from rl_modules.language.critics import HeadOnPolicy, token_values, value_model_from, value_model_from_policy
 from rl_modules.language.fast.early_gradient import loss_of
 from rl_modules.language.judges import reference_log_probs_of
+from rl_modules.language.models import adapters_of
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout
 from rl_modules.language.sampling.support import Filter
 from rl_modules.language.scoring import (
@@ -100,7 +101,7 @@ class RLHFPPO(PolicyWithReference):
         "datamodule's ``ptx_batch_size``",
         least=0,
     )
-    model_name_or_path: Any = changed(says="the policy to start from, as supervised fine-tuning exports it")
+    model_name_or_path = changed(says="the policy to start from, as supervised fine-tuning exports it")
     reward_model_name_or_path: str | None = changed(
         says="exported directory or checkpoint of a RewardModel; with another tokenizer than the policy's only under "
         "``value_head_on_policy``, because the value model starts from it. None: only the datamodule's reward "
@@ -133,30 +134,29 @@ class RLHFPPO(PolicyWithReference):
 
     @property
     def wants_reference(self) -> bool:
-        return self.hparams["beta"] > 0 or self.hparams["ref_model_name_or_path"] is not None
+        return self.hparams["beta"] > 0 or self.ref_model_name_or_path is not None
 
     def build_model(self, config: Any, source: Any) -> None:
         """Builds policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
-        hp = self.hparams
-        if hp.value_head_on_policy:
+        if self.value_head_on_policy:
             self.value_head = HeadOnPolicy(self.model.get_output_embeddings().weight.shape[1])
         else:
             if self.reward_tokenizer is not None:
                 check_same_tokens(
-                    f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
+                    f"reward_model_name_or_path={self.reward_model_name_or_path!r}, from which the value "
                     "model starts (value_head_on_policy=true has none),",
                     self.reward_tokenizer,
                     self.tokenizer,
                 )
             start = value_model_from_policy if self.reward_model is None else value_model_from
             source = self.model if self.reward_model is None else self.reward_model
-            self.value_model = start(source, hp.gradient_checkpointing, self.lora)
+            self.value_model = start(source, self.gradient_checkpointing, adapters_of(self))
 
     def frozen_arguments(self) -> dict[str, str]:
         arguments = super().frozen_arguments()
         name = "model_name_or_path" if self.reward_model is None else "reward_model_name_or_path"
-        if self.value_model is not None and self.hparams["lora"] is not None and self.hparams[name] is not None:
+        if self.value_model is not None and self.lora is not None and self.hparams[name] is not None:
             arguments["value_model."] = name
         return arguments
 

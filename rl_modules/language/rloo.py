@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import changed, fixed, made
+from rl_modules.core.settings import changed, fixed
 from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.judges import reference_log_probs_of
@@ -40,7 +40,6 @@ class RLOO(GRPO):
     beta: float = changed(
         default=0.05,
         says="β, weight of the KL to the reference, in units of reward per nat; 0: no reference",
-        attribute="kl_coefficient",
     )
     epsilon: float = changed(
         says="ε, how far the ratio of a completion may fall below 1 (and rise above it, unless ``epsilon_high`` is "
@@ -53,12 +52,9 @@ class RLOO(GRPO):
     kl_estimator, use_bias_correction_kl = own("k1"), own(False)
     sapo_temperature_pos, sapo_temperature_neg = own(1.0), own(1.0)
 
-    #: β of the reward; the loss has no KL term.
-    kl_coefficient: float = made()
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.beta = 0.0
+        self.kl_coefficient, self.beta = self.beta, 0.0
         if self.correction.startswith("token"):
             raise UsageError(
                 f"importance_sampling_correction={self.correction!r} weights tokens, but RLOO's action is "

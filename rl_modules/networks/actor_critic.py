@@ -1,6 +1,6 @@
 """The network of the on-policy algorithms: a policy and a value function."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class ActorCritic(nn.Module):
         self,
         observation_space: spaces.Space,
         action_space: spaces.Space,
-        net_arch: Sequence[int] | dict[str, Sequence[int]] | None = None,
+        net_arch: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         activation_fn: str = "tanh",
         log_std_init: float = 0.0,
         ortho_init: bool = True,

@@ -1,6 +1,6 @@
 """The recurrent actor-critic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
@@ -45,7 +45,7 @@ class RecurrentActorCritic(nn.Module):
         n_layers: int = 1,
         shared: bool = False,
         critic_rnn: bool = True,
-        net_arch: Sequence[int] | dict[str, Sequence[int]] | None = None,
+        net_arch: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         activation_fn: str = "tanh",
         log_std_init: float = 0.0,
         ortho_init: bool = True,

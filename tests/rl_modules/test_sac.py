@@ -129,9 +129,9 @@ def test_policy_and_temperature_move_in_every_policy_delay_th_update() -> None:
     class Watched(SAC):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             parts = (self.network.policy, self.network.critics)
-            before = [nn.utils.parameters_to_vector(p.parameters()).clone() for p in parts], self.current_ent_coef()
+            before = [nn.utils.parameters_to_vector(p.parameters()).clone() for p in parts], self.ent_coef
             loss = super().training_step(batch, batch_idx)
-            after = [nn.utils.parameters_to_vector(p.parameters()) for p in parts], self.current_ent_coef()
+            after = [nn.utils.parameters_to_vector(p.parameters()) for p in parts], self.ent_coef
             moved.append(
                 (*(bool((a != b).any()) for a, b in zip(before[0], after[0], strict=True)), bool(before[1] != after[1]))
             )

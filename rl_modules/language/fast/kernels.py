@@ -64,7 +64,7 @@ def _require_compilable(module: "LanguageModule") -> None:
             "torch_compile=True: layers whose weights are sharded over ranks are gathered by hooks, which "
             "stay outside of compiled code; leave one of them out"
         )
-    if module.hparams["gradient_checkpointing"] == "selective":
+    if module.gradient_checkpointing == "selective":
         raise UsageError(
             "torch_compile=True hides from gradient_checkpointing=selective which operations a layer has; "
             "set that to true or false"

@@ -41,10 +41,10 @@ class Walker(Declared, Plain):
     """Walks."""
 
     step: float = setting(0.5, "length of a step, in metres", above=0, most=2)
-    legs: int = setting(2, "how many", least=1, unit="leg")
+    legs: int = setting(2, "how many", least=1)
     gait: str = setting("walk", "how", one_of=("walk", "trot"))
     rests: bool = setting(False, "whether it rests")
-    name: str | None = setting(None, "what it is called", positional=True)
+    name: str | None = setting(None, "what it is called", kw_only=False)
 
 
 class Horse(Walker):
@@ -86,7 +86,7 @@ def test_attributes_and_hyperparameters_are_the_values_as_they_are_used() -> Non
         (lambda: Walker(step="far"), "step='far' must be a number"),
         (lambda: Walker(step=True), "step=True must be a number"),
         (lambda: Walker(legs=1.5), "legs=1.5 must be a whole number"),
-        (lambda: Walker(legs=0), "legs=0 must be at least 1 leg"),
+        (lambda: Walker(legs=0), "legs=0 must be at least 1"),
         (lambda: Walker(gait="trod"), "gait='trod' must be one of walk, trot; did you mean trot?"),
         (lambda: Walker(gait=["trot"]), r"gait=\['trot'\] must be one of walk, trot"),
         (lambda: Walker(rests="no"), "rests='no' must be true or false"),
