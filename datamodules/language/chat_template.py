@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.language.control_tokens import ControlTokens
 from datamodules.language.encoding import Messages, TextEncoder
 from datamodules.language.notices import notice
 from datamodules.language.rendering import render
@@ -80,6 +81,7 @@ class ChatEncoder(TextEncoder):
         super().__init__(tokenizer, system_prompt, chat_template_kwargs)
         self._is_asked_to_chat, self.chats = chat_template is True, chat_template is not False
         self.warned_of_cut = False
+        self._control_tokens = ControlTokens(tokenizer)
 
     def prompts(
         self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
@@ -256,6 +258,30 @@ class ChatEncoder(TextEncoder):
     def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
         """Token ids of a whole conversation."""
         return self._tokens([self._render(self.messages(messages), record)], False)[0]
+
+    def as_text(self, messages: Messages) -> Messages:
+        """Messages of others whose control tokens are to be encoded as text; only this encoder reads them."""
+        marked: Messages = self._control_tokens.marked(messages)
+        return marked
+
+    def continued(self, text: str, note: bool = False) -> list[int]:
+        """Token ids of a text that continues another one: some tokenizers add a space where a text begins."""
+        if self._control_tokens.are_marked_in(text):
+            return [i for piece in self._control_tokens.pieces(text) for i in self.continued(piece, note)]
+        anchor, whole = super()._tokens(["!", "!" + text], False, note=False)
+        if whole[: len(anchor)] == anchor:
+            return whole[len(anchor) :]
+        return super()._tokens([text], False, note)[0]
+
+    def _tokens(self, texts: list[Any], add_special_tokens: bool = True, note: bool = True) -> list[list[int]]:
+        if not any(map(self._control_tokens.are_marked_in, texts)):
+            return super()._tokens(texts, add_special_tokens, note)
+        rows = []
+        for text in texts:
+            first, *others = self._control_tokens.pieces(text)
+            ids = super()._tokens([first], add_special_tokens, note)[0]
+            rows.append(ids + [i for piece in others for i in self.continued(piece, note)])
+        return rows
 
     def _opened(self, messages: Messages, record: Mapping[str, Any], prefilled: bool) -> str:
         """Messages up to the place where the assistant's turn begins, or its unfinished last message continues."""

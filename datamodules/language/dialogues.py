@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from datamodules.language.calls import calls_of
+from datamodules.language.calls import calls_of, with_call_ids
 from datamodules.language.chat_template import ChatEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
-from datamodules.language.environments import RunSeed, load_environment, written_message
-from datamodules.language.messages import MOST_REWARD, Message, WrongAnswer
+from datamodules.language.environments import RunSeed, load_environment
+from datamodules.language.messages import MOST_REWARD, Message, WrongAnswer, valid_text
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
+from datamodules.language.turn_reader import TurnReaders
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.common.seeding import stream_seed
@@ -48,6 +49,9 @@ class Row:
     #: Tokens after the prompt, and those of each turn that the model wrote last.
     used: int = 0
     last: int | None = None
+    #: The text that the model read last, and what ends a thought within which its turn was cut.
+    read: str = ""
+    closing: str = ""
     rewards: list[float] = field(default_factory=list)
     #: What ended it: ``done``, ``max_turns``, ``length``, or ``failed``.
     ended: str = ""
@@ -71,7 +75,7 @@ class Dialogues:
         self, calls: EnvironmentCalls, encoder: ChatEncoder, stops: Sequence[int], name: str, patience_s: float
     ) -> None:
         self.calls, self.encoder, self.name, self.patience_s = calls, encoder, name, patience_s
-        self.template = TurnTemplate(encoder, stops)
+        self.template, self.readers = TurnTemplate(encoder, stops), TurnReaders(encoder)
         self._longest_token = max(map(len, encoder.tokenizer.get_vocab()))
         self._is_checked = self._has_answered = self._reported = False
 
@@ -114,9 +118,16 @@ class Dialogues:
         for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             try:
                 messages, tools = answer.value()
-                own = {"prompt": messages or row.record["prompt"], **({"tools": tools} if tools else {})}
+            except (Exception, SystemExit) as error:
+                self.fail(row, error, "reset")
+                continue
+            own = {"prompt": messages or row.record["prompt"], **({"tools": tools} if tools else {})}
+            self._try_template({**row.record, **own})
+            try:
                 if (first := opened.get(i // num_generations)) is None:
-                    row.prompt_ids = self._encoded({**row.record, **own}, limits)
+                    record = {**row.record, **own}
+                    row.prompt_ids = self._encoded(record, messages, limits)
+                    row.read = self._text_read(record, row.prompt_ids)
                 elif any(first.record.get(name) != value for name, value in own.items()):
                     others += 1
                     raise WrongAnswer(
@@ -124,7 +135,7 @@ class Dialogues:
                         "each other; draw what differs from record['start_seed']"
                     )
                 else:
-                    row.prompt_ids = first.prompt_ids
+                    row.prompt_ids, row.read = first.prompt_ids, first.read
             except (Exception, SystemExit) as error:
                 self.fail(row, error, "reset")
                 continue
@@ -135,15 +146,20 @@ class Dialogues:
                 source = opened.get(i // num_generations)
                 row.prompt_ids = row.record["prompt_ids"] if source is None else source.prompt_ids
         if not self._has_answered and 0 < others == len(rows) - len(opened):
-            error = next(row.error for row in rows if row.error)
-            raise UsageError(f"environment {self.name!r}: {error}")
+            said = next(row.error for row in rows if row.error)
+            raise UsageError(f"environment {self.name!r}: {said}")
 
-    def _encoded(self, record: Record, limits: Limits) -> list[int]:
-        """The tokens of the messages that open a dialogue, which must leave the model room to answer."""
+    def _try_template(self, record: Record) -> None:
+        """Refuses a chat template that can't continue a dialogue, or writes calls of tools that can't be read."""
+        settings = {"chat_template_kwargs": record.get("chat_template_kwargs")}
         if not self._is_checked:
-            self.template.check(record)
+            self.template.check(settings)
             self._is_checked = True
-        messages = self.encoder.messages(record["prompt"])
+        self.readers.of({**settings, "tools": record.get("tools")})
+
+    def _encoded(self, record: Record, given: Sequence[Message], limits: Limits) -> list[int]:
+        """The tokens of the messages that open a dialogue, which must leave the model room to answer."""
+        messages = self.encoder.messages(self.encoder.as_text(list(given)) or record["prompt"])
         if self.are_longer(messages, limits.context):
             raise WrongAnswer(f"opens a dialogue with more tokens than the {limits.context} that the model takes")
         (ids,) = self.encoder.prompts([messages], [record])
@@ -151,9 +167,30 @@ class Dialogues:
             raise WrongAnswer(f"opens a dialogue with {len(ids)} tokens, the model takes {limits.context}")
         return ids
 
+    def _text_read(self, record: Record, prompt_ids: list[int]) -> str:
+        """The text of a prompt; of one that leaves a thought open that the model is to continue, what opens it."""
+        said, reader = self.encoder.messages(record["prompt"])[-1], self.readers.of(record)
+        if reader is not None and said["role"] == "assistant" and reader.ends_in_thought(str(said["content"])):
+            return reader.opening
+        return str(self.encoder.tokenizer.decode(prompt_ids))
+
     def are_longer(self, messages: Sequence[Message], tokens: int) -> bool:
         """Whether messages have more characters than so many tokens hold, so that they need not be tokenized."""
         return sum(len(str(message.get("content"))) for message in messages) > tokens * self._longest_token
+
+    def written(self, row: Row, tokens: list[int]) -> Message:
+        """What a row's model wrote as a message; notes how a thought ends that is cut."""
+        tokenizer, reader = self.encoder.tokenizer, self.readers.of(row.record)
+        row.closing = ""
+        if reader is None:
+            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+            return {"role": "assistant", "content": valid_text(text)}
+        end = tokens[len(tokens) - (row.last is not None) :]
+        text = str(tokenizer.decode(tokens[: len(tokens) - len(end)]))
+        if row.last is None and reader.ends_in_thought(text, row.read):
+            row.closing = reader.closing
+        number = sum(len(message.get("tool_calls", ())) for message in row.messages)
+        return reader.read(text, row.read, str(tokenizer.decode(end)), row.record.get("tools"), number)
 
     def fail(self, row: Row, error: BaseException, method: str) -> None:
         """Ends a dialogue whose environment has failed; the first failure is reported."""
@@ -190,7 +227,7 @@ class _Talk:
         own = self.rows[row]
         own.used += len(tokens)
         own.last = tokens[-1] if finished else None
-        message = written_message(self.dialogues.encoder.tokenizer, tokens, own.record.get("tools") or [])
+        message = self.dialogues.written(own, tokens)
         own.messages.append(message)
         self._asked[row] = self.dialogues.calls.start(own.number, "step", message)
         self._fresh.append(row)
@@ -226,10 +263,12 @@ class _Talk:
             if self.dialogues.are_longer(messages, self._limits.tokens):
                 row.ended = "length"
                 return over
-            tokens = self.dialogues.template.following(row.messages[-1], row.last, messages, row.record)
+            messages, last = with_call_ids(row.messages[-1], messages), row.messages[-1]
+            tokens = self.dialogues.template.following(last, row.last, messages, row.record, row.closing)
         except (Exception, SystemExit) as error:
             self.dialogues.fail(row, error, "step")
             return over
+        row.read = str(self.dialogues.encoder.tokenizer.decode(tokens))
         row.used += len(tokens)
         if (limit := self._room(row)) < 1:
             row.used -= len(tokens)

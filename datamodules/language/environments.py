@@ -17,7 +17,6 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from datamodules.language.calls import message_parser
 from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
@@ -89,10 +88,3 @@ def replayable(given: str | EnvironmentClass) -> bool:
     """Whether an environment can be brought back to where it was by the same record and messages."""
     cls = load_object(given, "environment") if isinstance(given, str) else given
     return bool(getattr(getattr(cls, "func", cls), "replayable", True))
-
-
-def written_message(tokenizer: Any, tokens: Sequence[int], tools: Sequence[Any]) -> Message:
-    """A turn of the model as the assistant's message, with the calls of ``tools`` that the tokenizer's format marks."""
-    if not tools:
-        return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}
-    return message_parser(tokenizer, tools)(tokenizer.decode(list(tokens)), "")

@@ -3,7 +3,7 @@
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,7 @@ def render(
             return tokenizer.apply_chat_template(messages, tools=tools, **how, **variables)
 
     try:
-        read, texts = _read_arguments(messages)
-        return apply(read if texts and _are_quoted(texts, apply, messages) else messages, **how)
+        return apply(_with_arguments(messages, template, apply), **how)
     except Exception as error:  # templates raise errors of their own, of jinja's and of Python's kinds
         if isinstance(error, UsageError):
             raise
@@ -80,34 +79,52 @@ def _time_limit(what: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _read_arguments(messages: Messages) -> tuple[Messages, list[str]]:
-    """Messages whose tool calls have objects as arguments, and the JSON texts that these were: OpenAI's form."""
-    texts: list[str] = []
+#: Whether a chat template takes arguments of calls as objects, and as JSON texts.
+_TAKES: dict[str, tuple[bool, bool]] = {}
 
-    def read(value: Any) -> Any:
+
+def _with_arguments(messages: Messages, template: str, render: Callable[[Messages], str]) -> Messages:
+    """Messages whose calls have arguments as the chat template takes them: objects, or JSON texts as OpenAI's."""
+    if not any(m.get("tool_calls") for m in messages):
+        return messages
+    if template not in _TAKES and any(found := _takes(messages, render)):
+        _TAKES[template] = found
+    takes_objects, takes_texts = _TAKES.get(template, (True, True))
+
+    def as_taken(given: Any) -> Any:
+        if isinstance(given, dict) and not takes_objects:
+            return json.dumps(given, ensure_ascii=False)
+        if isinstance(given, str) and not takes_texts:
+            try:
+                found = json.loads(given)
+            except (ValueError, RecursionError):
+                return given
+            return found if isinstance(found, dict) else given
+        return given
+
+    return _with_each(messages, as_taken)
+
+
+def _with_each(messages: Messages, change: Callable[[Any], Any]) -> Messages:
+    """Messages with the arguments of each call changed."""
+
+    def changed(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        value = {name: read(item) if name == "function" else item for name, item in value.items()}
-        text = value.get("arguments")
+        value = {name: changed(item) if name == "function" else item for name, item in value.items()}
+        return {**value, "arguments": change(value["arguments"])} if "arguments" in value else value
+
+    return [{**m, "tool_calls": list(map(changed, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
+
+
+def _takes(messages: Messages, render: Callable[[Messages], str]) -> tuple[bool, bool]:
+    """Whether a chat template writes arguments that are objects as JSON, and JSON texts without quotes around them."""
+    value = {"a": "b c"}
+
+    def writes(given: Any, wrong: str) -> bool:
         try:
-            found = json.loads(text) if isinstance(text, str) else None
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            return value
-        texts.append(text)
-        return {**value, "arguments": found}
+            return wrong not in render(_with_each(messages, lambda _: given))
+        except Exception:  # templates raise errors of their own, of jinja's and of Python's kinds
+            return False
 
-    return [
-        {**m, "tool_calls": [read(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
-    ], texts
-
-
-def _are_quoted(arguments: Sequence[str], render: Callable[[Messages], str], messages: Messages) -> bool:
-    """Whether a chat template wants arguments as objects: it writes their text as a string in quotes, or refuses it."""
-    try:
-        rendered = render(messages)
-    except Exception:  # templates raise errors of their own, of jinja's and of Python's kinds
-        return True
-    quoted = [json.dumps(text, ensure_ascii=ascii_only) for text in arguments for ascii_only in (False, True)]
-    return any(text in rendered for text in quoted)
+    return writes(value, str(value)), writes(json.dumps(value), json.dumps(json.dumps(value)))

@@ -6,6 +6,7 @@ from typing import Any
 
 from datamodules.language.chat_template import ChatEncoder, common_length
 from datamodules.language.encoding import Messages
+from datamodules.language.messages import WrongAnswer
 from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 
@@ -32,20 +33,41 @@ class TurnTemplate:
         self._special = frozenset(i for i, token in encoder.tokenizer.added_tokens_decoder.items() if token.special)
 
     def following(
-        self, message: Mapping[str, Any], last: int | None, new: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
+        self,
+        message: Mapping[str, Any],
+        last: int | None,
+        new: Sequence[Mapping[str, Any]],
+        record: Mapping[str, Any],
+        closing: str = "",
     ) -> list[int]:
-        """Token ids between a message, ended by the token ``last`` (None: cut off), and the turn after ``new``."""
-        before = [*self.encoder.messages("?"), _stand_in(message)]
+        """Token ids between a message, ended by the token ``last`` (None: cut off), and the turn after ``new``.
+
+        ``closing`` ends a thought within which the message is cut. Control tokens in ``new`` are read as text.
+        """
+        stand_in = _stand_in(message)
+        new = self.encoder.as_text(list(map(dict, new)))
+        try:
+            return self._following([*self.encoder.messages("?"), stand_in], last, new, record, closing)
+        except UsageError:
+            if len(stand_in.get("tool_calls", ())) < 2:
+                raise
+        # Some templates render one call at most. The tokens of the calls are the model's own.
+        stand_in["tool_calls"] = stand_in["tool_calls"][-1:]
+        return self._following([*self.encoder.messages("?"), stand_in], last, new, record, closing)
+
+    def _following(
+        self, before: Messages, last: int | None, new: Messages, record: Mapping[str, Any], closing: str
+    ) -> list[int]:
         key = repr((before[-1], record.get("tools"), record.get("chat_template_kwargs")))
         if key not in self._ends:
             if len(self._ends) == _KEPT:  # calls may have names without number
                 self._ends.clear()
             alone = self._after(before, record)
             # The end of the calls is the model's own; what is left is the end of its turn.
-            calls = len(self._closing(alone, record)) if message.get("tool_calls") else 0
-            self._ends[key] = calls, self._ids(alone[calls:])
+            calls = len(self._closing(alone, record)) if before[-1].get("tool_calls") else 0
+            self._ends[key] = calls, self.encoder.continued(alone[calls:])
         calls, end = self._ends[key]
-        ids = self._ids(self._after([*before, *map(dict, new)], record, add_generation_prompt=True)[calls:])
+        ids = self.encoder.continued(closing + self._after([*before, *new], record, add_generation_prompt=True)[calls:])
         if last is None:
             return ids
         if ids[:1] == [last]:
@@ -83,10 +105,7 @@ class TurnTemplate:
         """What the template writes after the stand-in."""
         text = str(self.encoder._render(messages, record, **how))
         if _WRITTEN not in text:
-            raise UsageError(
-                "environment: the chat template leaves out what an assistant's message says, so that it "
-                "is not known how a dialogue goes on; give another template"
-            )
+            raise WrongAnswer("can't be answered: the chat template leaves out what the model's message says")
         return text.rpartition(_WRITTEN)[2]
 
     def _closing(self, alone: str, record: Mapping[str, Any]) -> str:
@@ -97,13 +116,6 @@ class TurnTemplate:
         stops = map(re.escape, self.encoder.tokenizer.convert_ids_to_tokens(sorted(self.stops)))
         found = re.search("|".join(stops), alone)
         return alone if found is None else alone[: found.start()]
-
-    def _ids(self, text: str) -> list[int]:
-        """Token ids of a text that continues another one: some tokenizers add a space where a text begins."""
-        anchor, whole = self.encoder._tokens(["!", "!" + text], False, note=False)
-        if whole[: len(anchor)] == anchor:
-            return whole[len(anchor) :]
-        return self.encoder._tokens([text], False, note=False)[0]
 
 
 def _stand_in(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from tokenizers import Tokenizer, models
 
 from datamodules import InstructionDataModule, PromptDataModule
 from datamodules.language.calls import calls_of
+from datamodules.language.message_reader import message_of
 from datamodules.language.tools import Tools
 from datamodules.language.worlds import TextMaze
 from recipes.agent import write_records
@@ -171,7 +172,7 @@ for text in (
     '<tool_call>{"name": "calculater", "arguments": {"expression": "437*286"}}</tool_call>',
     '<tool_call>{"name": "calculator", "arguments": {"expression": 437}}</tool_call>',
 ):
-    [call] = calls_of({"role": "assistant", "content": text})
+    [call] = calls_of(message_of(text))
     print(tools.run(call))
 
 # %% [markdown]

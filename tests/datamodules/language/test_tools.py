@@ -11,8 +11,9 @@ from typing import Any, Literal
 import pytest
 
 from datamodules.language.calculator import calculator
-from datamodules.language.calls import Call, message_of
+from datamodules.language.calls import Call
 from datamodules.language.dialogues import transcript
+from datamodules.language.message_reader import message_of
 from datamodules.language.search import Search, islands, search
 from datamodules.language.tools import ToolEnvironment, Tools, schema_of
 from rl_modules.common.errors import UsageError
@@ -193,7 +194,8 @@ def test_calls_are_answered_and_a_message_without_calls_ends_the_dialogue():
     assert messages == [{"role": "tool", "name": "calculator", "content": "42"}] * 2
     assert (reward, done) == (-0.2, False)
     text = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-    assert environment.step({"role": "assistant", "content": text})[0] == messages[:1]
+    assert environment.step(message_of(text))[0] == messages[:1]
+    assert environment.step({"role": "assistant", "content": text}) == ([], 0.0, True)  # text is no call
     assert environment.step({"role": "assistant", "content": " 42 "}) == ([], 1.0, True)
     assert environment.step({"role": "assistant", "content": "43"}) == ([], 0.0, True)
 

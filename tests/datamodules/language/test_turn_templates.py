@@ -37,13 +37,19 @@ def tokenizer_of(name):
     return tokenizer
 
 
+def thought_of(tokenizer):
+    """What a model writes before its answer: the rest of a thought that the prompt opens."""
+    prompt = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    return "Hm.\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+
+
 class Asks:
     def reset(self, record):
         self.turn = 0
         return [{"role": "user", "content": ASKED[0]}]
 
     def step(self, message):
-        assert message == {"role": "assistant", "content": ANSWERS[self.turn]}
+        assert message["content"] == ANSWERS[self.turn] and message.get("reasoning_content", "Hm.") == "Hm."
         self.turn += 1
         return [{"role": "user", "content": ASKED[self.turn]}], 0.5 * self.turn, self.turn == len(ANSWERS)
 
@@ -52,11 +58,12 @@ class Script:
     """A sampler that writes given texts, each with its end."""
 
     def __init__(self, tokenizer, cut=False):
-        self.tokenizer, self.cut, self.asked = tokenizer, cut, []
+        self.tokenizer, self.cut, self.asked, self.thought = tokenizer, cut, [], thought_of(tokenizer)
 
     def sample(self, prompts, num_generations, seeds, settings, on_ended=None):
         end = [] if self.cut else [self.tokenizer.eos_token_id]
-        ids = [*self.tokenizer(ANSWERS[len(self.asked)], add_special_tokens=False).input_ids, *end]
+        text = self.thought + ANSWERS[len(self.asked)]
+        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, *end]
         self.asked.append(list(prompts[0]))
         row = SimpleNamespace(tokens=ids, log_prob=[-1.0] * len(ids), finished=not self.cut, kept=None)
         return completions_of([row], 0, "cpu", [0])
@@ -111,7 +118,7 @@ def test_no_token_is_made_anew(name, cut, caplog):
     written, script = dialogue(tokenizer, cut)
     ids, mask = written.tokens[0].tolist(), written.written[0].tolist()
     end = [] if cut else [tokenizer.eos_token_id]
-    own = [[*tokenizer(text, add_special_tokens=False).input_ids, *end] for text in ANSWERS]
+    own = [[*tokenizer(script.thought + text, add_special_tokens=False).input_ids, *end] for text in ANSWERS]
     # What the sampler read is what it had read, what it wrote, and the template's own tokens.
     first, second = script.asked
     assert first == rendered(tokenizer, TALK[:1]) and second[: len(first) + len(own[0])] == [*first, *own[0]]
@@ -125,7 +132,7 @@ def test_no_token_is_made_anew(name, cut, caplog):
     assert written.turn[0].tolist() == [0] * len(own[0]) + [1] * (len(ids) - len(own[0]))
     assert [float(x) for x in written.turn_reward[0][written.turn_reward[0] > 0]] == [0.5, 1.0]
     # The tokens that the template has after the answer, where the answer's end was written or not.
-    text = own[0][: len(own[0]) - len(end)]
+    text = tokenizer(ANSWERS[0], add_special_tokens=False).input_ids
     tail = whole[place(whole, text, 0) + len(text) :]
     following = second[len(first) + len(own[0]) :]
     assert following == tail[1:] if not cut and following != tail else following == tail
