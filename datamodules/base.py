@@ -10,7 +10,6 @@ import torch
 from gymnasium.vector import AutoresetMode
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.check import check_chosen
 from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.engines import check_vector
@@ -21,8 +20,8 @@ from datamodules.envs.vector import AUTORESET, VECTORIZATION, as_vector
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
 from datamodules.tensor_collector import TensorCollector
-from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
@@ -52,6 +51,7 @@ class ControlDataModule(Experience):
         "vector of them, or a vector",
         kw_only=False,
         stores=False,
+        code=code_of_environment,
     )
     n_envs: int = setting(
         default=8,
@@ -83,20 +83,24 @@ class ControlDataModule(Experience):
     env_kwargs: dict[str, Any] | None = setting(
         default=None,
         says="keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
+        code=code_of_settings,
     )
     wrappers: list[str | dict[str, Any]] | None = setting(
         default=None,
         says="Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
         "import path, or ``{'class_path': ..., 'init_args': {...}}``",
+        code=code_of_wrappers,
     )
     eval_env_kwargs: dict[str, Any] | None = setting(
         default=None,
         says="keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
         "engine steps in training, they replace ``env_kwargs``",
+        code=code_of_settings,
     )
     eval_wrappers: list[str | dict[str, Any]] | None = setting(
         default=None,
         says="wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
+        code=code_of_wrappers,
     )
     action_masks: bool = setting(
         default=True,
@@ -164,8 +168,6 @@ class ControlDataModule(Experience):
     _collector: Collector | None = persistent()
 
     def __post_init__(self) -> None:
-        if chosen := chosen_by_checkpoint(self):
-            check_chosen(chosen, self.env_id, self.hparams)
         given: Any = as_vector(self.env_id)
         self.env_id = given
         self.environments = self._described()

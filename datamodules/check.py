@@ -5,7 +5,6 @@ import re
 import warnings
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import env_checker
@@ -115,35 +114,3 @@ def _play(environments: Environments, seed: int) -> tuple[list[list[np.ndarray]]
         return seen, ends
     finally:
         envs.close()
-
-
-# ---------------------------------------------------------------- a checkpoint's names
-
-
-def require_registered(env_id: Any, again: str) -> None:
-    """Refuses a checkpoint's environment that is no registered id, because that would call code."""
-    if not isinstance(env_id, str) or ":" in env_id:
-        raise UsageError(
-            f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
-            f"runs; if you trust it, give {again}"
-        )
-
-
-def require_gymnasiums(wrappers: Any, again: str) -> None:
-    """Refuses a checkpoint's wrappers unless they are names from ``gymnasium.wrappers``."""
-    for wrapper in wrappers or ():
-        path = wrapper.get("class_path") if isinstance(wrapper, dict) else wrapper
-        name = str(path).removeprefix("gymnasium.wrappers.")
-        if name not in gym.wrappers.__all__:
-            raise UsageError(
-                f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
-                f"checkpoint must not choose what code runs; give {again}"
-            )
-
-
-def check_chosen(names: set[str], env_id: Any, arguments: Any) -> None:
-    """Refuses code that a checkpoint names, among the ``names`` of the arguments that it chose."""
-    if "env_id" in names:
-        require_registered(env_id, "it again: load_from_checkpoint(…, env_id=…)")
-    for name in names.intersection(("wrappers", "eval_wrappers")):
-        require_gymnasiums(arguments[name], f"them again: load_from_checkpoint(…, {name}=…)")

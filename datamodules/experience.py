@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.checkpoints import preparation
-from rl_modules.common.checkpoint_file import read_checkpoint
+from rl_modules.common.checkpoint_file import read_source
 from rl_modules.common.stored_arguments import building
 from rl_modules.core.checkpoint import restored_arrays
 from rl_modules.core.hooks import HasParts
@@ -75,21 +74,20 @@ class Experience(HasParts, Declared, L.LightningDataModule):
         Args:
             checkpoint_path: the file.
             map_location: as Lightning takes it.
-            hparams_file: likewise.
+            hparams_file: None; a checkpoint of this project holds its arguments.
             weights_only: load without running code; on by default.
             **kwargs: arguments that differ from the checkpoint's.
 
         Raises:
             TypeError: called on a datamodule instead of its class.
-            UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
+            UsageError: a file that is no checkpoint, or one that names code which this project does not register and
+                that is not given again, such as an environment or a reward function by its import path.
         """
-        arrays = {}
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            key = "datamodule_hyper_parameters"
-            arrays = restored_arrays(read_checkpoint(checkpoint_path, parts=(key, "pytorch-lightning_version")), key)
+        key = "datamodule_hyper_parameters"
+        saved = read_source(checkpoint_path, hparams_file, (key, "pytorch-lightning_version"))
         with building(cls, kwargs):
-            given = {**arrays, **kwargs}
-            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **given)
+            given = {**restored_arrays(saved, key), **kwargs}
+            return super().load_from_checkpoint(checkpoint_path, map_location, None, weights_only, **given)
 
     def _setup(self, stage: str) -> None:
         if self.trainer is not None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import rl_modules
-from datamodules.check import require_gymnasiums, require_registered
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
+from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
 from recipes.callbacks.pictures import action_directions, draw_values
 from recipes.cli.options import Parser
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.common.named_code import refuse_named
 from rl_modules.common.stored_arguments import settings_of
 
 _ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
@@ -54,12 +55,12 @@ def solve(
         if agent is None:
             raise UsageError("no environment is named; give --env_id or --ckpt_path")
         env_id = saved["env_id"]
-        require_registered(env_id, f"--env_id {env_id}")
+        refuse_named("the checkpoint", "env_id", code_of_environment(env_id), f"give --env_id {env_id}")
     same = env_id == saved.get("env_id")
     settings = settings_of(saved, "datamodule_hyper_parameters") if same else {}
-    require_gymnasiums(
-        settings.get("wrappers"), "--env_id an import path of a function that makes and wraps the environment"
-    )
+    again = "give --env_id an import path of a function that makes and wraps the environment"
+    refuse_named("the checkpoint", "wrappers", code_of_wrappers(settings.get("wrappers")), again)
+    refuse_named("the checkpoint", "env_kwargs", code_of_settings(settings.get("env_kwargs")), again)
     env_kwargs = dict(settings.get("env_kwargs") or {})
     if max_episode_steps is not None:
         env_kwargs["max_episode_steps"] = max_episode_steps

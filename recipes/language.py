@@ -11,7 +11,7 @@ from recipes import saved_runs
 from recipes.cli.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
-from rl_modules.common.stored_arguments import settings_of
+from rl_modules.common.stored_arguments import building, settings_of
 
 
 def hide_transformers_bars() -> None:
@@ -75,8 +75,11 @@ def _policy_alone(checkpoint: dict[str, Any]) -> Any:
     settings = settings_of(checkpoint)
     description = settings["description"]
     frozen = {prefix: source for prefix, source in description["frozen"].items() if prefix == "model."}
-    names = ("model_name_or_path", "lora", "torch_dtype", "attn_implementation")
-    module = LanguageModule(**{name: settings[name] for name in names}, description={**description, "frozen": frozen})
+    names = ("model_name_or_path", "lora", "torch_dtype")
+    with building(LanguageModule, ()):
+        module = LanguageModule(
+            **{name: settings[name] for name in names}, description={**description, "frozen": frozen}
+        )
     module.configure_model()
     module.load_weights({name: value for name, value in checkpoint["state_dict"].items() if name.startswith("model.")})
     return module

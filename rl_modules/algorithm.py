@@ -144,24 +144,34 @@ class Algorithm(Declared, L.LightningModule):
     # As in Lightning: a call on a module would leave that module unchanged.
     @_restricted_classmethod
     def load_from_checkpoint(
-        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
     ) -> Any:
         """Builds the module of a checkpoint, see ``lightning.LightningModule.load_from_checkpoint``.
 
         Args:
             checkpoint_path: the file.
-            *args: ``map_location``, ``hparams_file`` and ``strict`` as Lightning takes them.
+            map_location: as Lightning takes it.
+            hparams_file: None; a checkpoint of this project holds its arguments.
+            strict: as Lightning takes it.
             weights_only: load without running code; on by default.
             **kwargs: hyperparameters that differ from the checkpoint's.
 
         Raises:
             TypeError: called on a module instead of its class.
-            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
-                for its network, or weights of another network.
+            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names code
+                which this project does not register and that is not given again, or weights of another network.
         """
-        with loading(cls, checkpoint_path, kwargs) as saved:
+        with loading(cls, checkpoint_path, hparams_file, kwargs) as saved:
             given = {**restored_arrays(saved, "hyper_parameters"), **kwargs}
-            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **given)  # type: ignore[misc]
+            return super().load_from_checkpoint(  # type: ignore[misc]
+                checkpoint_path, map_location, None, strict, weights_only, **given
+            )
 
 
 def begin_training(module: Any) -> None:

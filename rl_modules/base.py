@@ -17,6 +17,7 @@ from rl_modules.common.arguments import OWN_NETWORKS, Custom, chosen_by_checkpoi
 from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode
+from rl_modules.common.named_code import named_code
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
@@ -133,6 +134,7 @@ class ControlModule(Algorithm):
         says="callable from parameters to an optimizer; None: the algorithm's",
         stores=False,
         check=require_callable,
+        code=named_code,
     )
     scheduler_factory: SchedulerFactory | None = setting(
         alias="lr_scheduler",
@@ -141,6 +143,7 @@ class ControlModule(Algorithm):
         "``learning_rate``",
         stores=False,
         check=require_callable,
+        code=named_code,
     )
     log_every: int = setting(
         default=1, says="epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1

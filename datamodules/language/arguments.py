@@ -9,6 +9,7 @@ import lightning as L
 from datamodules.experience import Experience, evaluate_on_start
 from datamodules.language.notices import notice
 from datamodules.language.tasks.base import RewardFunction, Task
+from datamodules.registered import code_of_names, code_of_settings, code_of_task
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import Converted, made, setting
 
@@ -79,8 +80,9 @@ class LanguageArguments(Experience):
         "None: ``path`` or ``dataset``",
         kw_only=False,
         stores=named_functions,
+        code=code_of_task,
     )
-    task_kwargs: dict[str, Any] | None = setting(default=None, says="the task's own settings")
+    task_kwargs: dict[str, Any] | None = setting(default=None, says="the task's own settings", code=code_of_settings)
     path: str | None = setting(
         default=None, says="JSONL, parquet, arrow or csv file of training records", check=check_files
     )
@@ -158,6 +160,7 @@ class LanguageArguments(Experience):
         "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
         "whether a completion is right: its value must reach ``correct_threshold``",
         stores=named_functions,
+        code=code_of_names,
     )
     reward_time_limit_s: float | None = setting(
         default=None, says="longest that one reward function may take for one batch; None: no limit", above=0

@@ -14,6 +14,7 @@ from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rows import RowLengths, cut, joined_sequences, require_rewards
+from datamodules.registered import code_of_names, code_of_settings
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows
@@ -65,6 +66,7 @@ class PromptDataModule(LanguageDataModule):
         says="function from the running pass rates p of the sources of ``task`` and their weights, each by name, "
         "to the weights of the next generation: ``learnable``, in proportion to p (1 - p), or an import path",
         stores=named_functions,
+        code=code_of_names,
     )
     async_generations: int = setting(
         default=0,
@@ -93,9 +95,10 @@ class PromptDataModule(LanguageDataModule):
         "answers the model turn after turn; in Python also the class. Its rewards are those of the function "
         "``environment``. None: one turn, without one",
         stores=named_functions,
+        code=code_of_names,
     )
     environment_kwargs: dict[str, Any] | None = setting(
-        default=None, says="the environment's own settings", idle=without_environment
+        default=None, says="the environment's own settings", idle=without_environment, code=code_of_settings
     )
     max_turns: int = setting(default=10, says="turns of a dialogue at most", least=1, idle=without_environment)
     max_turn_tokens: int | None = setting(

@@ -31,6 +31,7 @@ from rl_modules.base import ControlModule
 from rl_modules.common.arguments import OWN_NETWORKS
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
+from rl_modules.common.named_code import refuse_named
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.seams import check_pairing
 
@@ -307,11 +308,8 @@ class RLCLI(LightningCLI):
         for name in OWN_NETWORKS:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
                 path = saved[name].get("class_path") if isinstance(saved[name], dict) else saved[name]
-                raise UsageError(
-                    f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
-                    f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
-                    "has it)"
-                )
+                again = f"give --model.{name} as it was trained (the run's config.yaml has it)"
+                refuse_named("the checkpoint", name, [str(path)], again)
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:

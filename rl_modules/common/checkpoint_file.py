@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.cloud_io import _load as pl_load
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 
 from rl_modules.common.arguments import plain
@@ -116,6 +117,12 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
             ) from error
         raise DamagedCheckpoint(f"{name} is damaged: {said}") from error
     require_parts(checkpoint, name if what else f"ckpt_path={str(path)!r}", parts)
+    require_data(checkpoint, name)
+    return checkpoint
+
+
+def require_data(checkpoint: dict[str, Any], name: str) -> None:
+    """Refuses what Lightning would import or what kernels would misread in a checkpoint that torch has read."""
     for key in CHECKPOINT_PAST_HPARAMS_KEYS:
         # Lightning would also read arguments from there, past the checks of `hyper_parameters`.
         if key in checkpoint:
@@ -126,6 +133,24 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         settings_of(checkpoint, key)
     require_own_memory(checkpoint, name)
+
+
+def read_source(source: Any, hparams_file: Any, parts: Collection[str] = PARTS) -> dict[str, Any]:
+    """Reads what ``load_from_checkpoint`` is given: a path, an address, or an open file, which stays at its start."""
+    if hparams_file is not None:
+        raise UsageError(
+            f"hparams_file={str(hparams_file)!r} would replace the arguments that the checkpoint holds; leave it out, "
+            "and give those that differ by name"
+        )
+    if source is None:
+        raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
+    if isinstance(source, str | Path) and "://" not in str(source):
+        return read_checkpoint(source, parts=parts)
+    checkpoint: dict[str, Any] = pl_load(source, map_location="cpu", weights_only=True)
+    if hasattr(source, "seek"):
+        source.seek(0)
+    require_parts(checkpoint, "checkpoint_path", parts)
+    require_data(checkpoint, "checkpoint_path")
     return checkpoint
 
 
@@ -289,36 +314,30 @@ def described(value: Any) -> Any:
 
 
 @contextmanager
-def loading(cls: Any, checkpoint_path: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def loading(cls: Any, checkpoint_path: Any, hparams_file: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Checks the file and the arguments that replace its own, from which Lightning builds a module within the context;
-    gives what the file holds, nothing of a URL's.
+    gives what the file holds.
 
     Raises:
         UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
             for its network, or weights of another network.
     """
-    taken = ("map_location", "hparams_file", "strict")
-    refuse_foreign_call(cls, (), {name: value for name, value in arguments.items() if name not in taken})
-    if checkpoint_path is None:
-        raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
-    settings, saved = None, {}
-    if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-        saved = read_checkpoint(checkpoint_path)
-        settings = settings_of(saved)
-        algorithm = saved.get("algorithm")
-        if algorithm != cls.__name__:
+    refuse_foreign_call(cls, (), arguments)
+    saved = read_source(checkpoint_path, hparams_file)
+    algorithm = saved.get("algorithm")
+    if algorithm != cls.__name__:
+        raise UsageError(
+            f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
+            f", not {cls.__name__}; load it with that class"
+        )
+    for name, given in saved.get("left_out", {}).items():
+        if name not in arguments:
             raise UsageError(
-                f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
-                f", not {cls.__name__}; load it with that class"
+                f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
+                f"can hold; give it again: load_from_checkpoint(…, {name}=…)"
             )
-        for name, given in saved.get("left_out", {}).items():
-            if name not in arguments:
-                raise UsageError(
-                    f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
-                    f"can hold; give it again: load_from_checkpoint(…, {name}=…)"
-                )
     try:
-        with building(cls, arguments, settings):
+        with building(cls, arguments, settings_of(saved)):
             yield saved
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):

@@ -16,7 +16,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,8 +27,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import dataclass_transform  # typing has it from Python 3.11 on
 
-from rl_modules.common.arguments import has_arrays, plain
+from rl_modules.common.arguments import chosen_by_checkpoint, has_arrays, plain
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.named_code import named_code, parts_of, refuse_named
 from rl_modules.common.schedules import Schedule, parse_schedule
 from rl_modules.core.constructors import Given, known_annotations, recording, refuse_unknown, settle
 from rl_modules.core.state import persistent, transient
@@ -71,6 +72,8 @@ class Setting:
         stores: returns the plain hyperparameter from the checked value; None: the value itself. False: the argument is
             no hyperparameter, such as a callable, which is code that a checkpoint must not hold.
         idle: from the module to a clause that says beside which argument this one has no effect; false: it has one.
+        code: yields the names of code in a value that this project does not register, which no checkpoint may bring;
+            None: no value of it is imported or called.
         alias: the argument's name where the class's body has another one, which is then that of the attribute: the
             class has a method or property of the argument's name.
         kw_only: whether it must be given by its name.
@@ -89,6 +92,7 @@ class Setting:
     check: Callable[[str, Any], Any] | None = None
     stores: Callable[[Any], Any] | Literal[False] | None = None
     idle: Callable[[Any], str | bool | None] | None = None
+    code: Callable[[Any], Iterable[str]] | None = None
     alias: str | None = None
     kw_only: bool = True
     attribute: str = field(default="", repr=False)
@@ -302,6 +306,7 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
         refuse_unknown(cls, (), {name: given[name] for name in unknown})
         near = did_you_mean(unknown[0], cls.declared_settings)
         raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
+    refuse_brought_code(made, given)
     super(Declared, made).__init__()
     made.schedules = {}
     stored: dict[str, Any] = {}
@@ -320,6 +325,29 @@ def take(made: Any, args: tuple, given: dict[str, Any]) -> None:
     made._given.arrays = {name: value for name, value in stored.items() if has_arrays(value)}
     keep(made, {name: plain(value) for name, value in stored.items()})
     made.__post_init__()
+
+
+def refuse_brought_code(made: Any, given: dict[str, Any]) -> None:
+    """Refuses code that a checkpoint's arguments name; what the user's own constructor names is the user's."""
+    if not (chosen := chosen_by_checkpoint(made)):
+        return
+    received = {**given, **made._given.received}
+    brought = {
+        path: name
+        for name in sorted(chosen & received.keys())
+        for path in (*filter(_is_text, parts_of(received[name])), *named_code(received[name]))
+    }
+    for name, declared in made.declared_settings.items():
+        if declared.code is not None and name in given and (name in chosen or name not in made._given.names):
+            for path in declared.code(given[name]):
+                if path in brought:
+                    argument = brought[path] if name not in chosen else name
+                    again = f"give it again: load_from_checkpoint(…, {argument}=…)"
+                    refuse_named("the checkpoint", argument, [path], again)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 class Hyperparameters(AttributeDict):

@@ -3,17 +3,17 @@
 Rewards are those of all ranks, one row per prompt. A NaN marks a completion without a score; its advantage is 0.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.arguments import chosen_by_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object
+from rl_modules.common.named_code import is_path
+from rl_modules.common.stored_arguments import name_of
 
 if TYPE_CHECKING:
     from rl_modules.language.grpo import GRPO
@@ -52,19 +52,15 @@ IN_GROUPS = (grpo, dr_grpo, rloo)
 def load_argument(module: "GRPO") -> GroupScores | None:
     """Returns the function that a module's argument ``advantages`` gives or names."""
     given = module.advantage_function
-    return load_advantages(given, "advantages" in chosen_by_checkpoint(module)) if isinstance(given, str) else given
+    return load_advantages(given) if isinstance(given, str) else given
 
 
-def load_advantages(name: str, at_use: bool = False) -> GroupScores:
-    """Returns one of :data:`ADVANTAGES`, or imports ``package.module:function``.
-
-    With ``at_use`` a path is imported at the first call, in a training step: a checkpoint is untrusted data, so loading
-    it must not import modules that it names.
-    """
+def load_advantages(name: str) -> GroupScores:
+    """Returns one of :data:`ADVANTAGES`, or imports ``package.module:function``."""
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    imported = partial(load_object, name, "advantages", ADVANTAGES, "a function from rewards [P, G] to advantages")
-    return (lambda rewards: imported()(rewards)) if at_use else imported()
+    found: GroupScores = load_object(name, "advantages", ADVANTAGES, "a function from rewards [P, G] to advantages")
+    return found
 
 
 def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:
@@ -148,3 +144,10 @@ def path_of(given: Any) -> str | None:
             "function at the first level of a module, or override score_group in a subclass"
         )
     return path
+
+
+def code_of_advantages(given: Any) -> Iterator[str]:
+    """Yields the argument ``advantages`` if it is a function of other code than this project's."""
+    path = name_of(given) if callable(given) else given
+    if isinstance(path, str) and is_path(path) and path.replace(":", ".") not in map(name_of, ADVANTAGES.values()):
+        yield path

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
+from rl_modules.common.named_code import named_code, named_kernels
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import Converted, made, setting, warn_of_idle
 from rl_modules.fast import is_fast
@@ -43,6 +44,7 @@ from rl_modules.language.models import (
     build_models,
     check_lora,
     check_quantization,
+    code_of_adapters,
     float32_by_default,
     make_model,
     name_alone,
@@ -122,6 +124,7 @@ class LanguageModule(LanguageMetrics):
         "None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without "
         "dropout, so ``lora_dropout`` is 0 there",
         check=check_lora,
+        code=code_of_adapters,
     )
     torch_dtype: str = setting(
         default="float32",
@@ -135,11 +138,13 @@ class LanguageModule(LanguageMetrics):
         "torchao, quant_type: Int8WeightOnlyConfig}``, in Python also such an object: quantizes the frozen weights "
         "under ``lora`` while they are read; None: they have ``torch_dtype``",
         check=check_quantization,
+        code=named_code,
     )
     attn_implementation: str | None = setting(
         default=None,
         says="sdpa, eager, flash_attention_2 …; varlen: sdpa, and packed texts without a mask; None: the library's "
         "choice",
+        code=named_kernels,
     )
     gradient_checkpointing: bool | str = setting(
         default=False,
@@ -185,6 +190,7 @@ class LanguageModule(LanguageMetrics):
         says="callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings above",
         stores=False,
         check=require_callable,
+        code=named_code,
     )
     scheduler_factory: SchedulerFactory | None = setting(
         alias="lr_scheduler",
@@ -192,6 +198,7 @@ class LanguageModule(LanguageMetrics):
         says="callable from the optimizer to a torch scheduler, stepped once per optimizer step",
         stores=False,
         check=require_callable,
+        code=named_code,
     )
     logging_steps: int = setting(default=10, says="optimizer steps between two points of the training curves", least=1)
     save_frozen_weights: bool = setting(

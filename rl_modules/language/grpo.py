@@ -13,6 +13,7 @@ from rl_modules.core.settings import Converted, setting
 from rl_modules.language.advantages import (
     IN_GROUPS,
     check_scale,
+    code_of_advantages,
     load_argument,
     path_of,
     require_advantages,
@@ -125,6 +126,7 @@ class GRPO(PolicyWithReference):
         "Python also the function itself",
         alias="advantages",
         stores=path_of,
+        code=code_of_advantages,
     )
     importance_sampling_level: str = setting(
         default="token",

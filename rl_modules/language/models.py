@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.named_code import named_code, named_kernels, named_modules, refuse_named
 from rl_modules.language import sharding
 from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
 from rl_modules.language.fast.kernels import checkpoint_activations
@@ -94,6 +95,8 @@ def make_model(
     options: dict[str, Any] = {"dtype": getattr(torch, torch_dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attention_name(attn_implementation)
+    if attn_implementation is None and not isinstance(model_name_or_path, PreTrainedModel):
+        refuse_kernels(config)
     config = copy.deepcopy(config)
     if head == "score":
         config.num_labels = 1
@@ -129,6 +132,15 @@ def make_model(
     if getattr(model, "is_quantized", False):
         require_trainable(model, lora or {})
     return model
+
+
+def refuse_kernels(config: PretrainedConfig) -> None:
+    """Refuses a file's config, or a part of it, that names an attention kernel of a repository."""
+    found = named_kernels(config._attn_implementation)
+    refuse_named("the model's config", "attn_implementation", found, "give it again as attn_implementation")
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PretrainedConfig):
+            refuse_kernels(part)
 
 
 def attention_name(attn_implementation: str) -> str:
@@ -201,6 +213,13 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
         return None
 
     return plain_adapters(name, lora)
+
+
+def code_of_adapters(lora: Any) -> Iterator[str]:
+    """Yields the names of code in the argument ``lora``: peft imports the module that ``megatron_core`` names."""
+    yield from named_code(lora)
+    if isinstance(lora, dict):
+        yield from named_modules(lora.get("megatron_core"))
 
 
 def check_quantization(name: str, given: Any) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from rl_modules.language.critics import sequence_scores
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.lora import merged
-from rl_modules.language.models import attention_name, make_model
+from rl_modules.language.models import make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
@@ -269,7 +269,7 @@ def load_reward_model(
     """
     path = str(path)
     if path.endswith(".ckpt"):
-        module = _from_checkpoint(path)
+        module = _from_checkpoint(path, attn_implementation)
         found = FrozenReward(module.model, module.reward_offset, module.tokenizer)
         if hasattr(found.model, "merge_and_unload"):
             found = found._replace(model=merged(found.model))
@@ -284,8 +284,6 @@ def load_reward_model(
             )
         model = make_model(config, path, "score", torch_dtype, attn_implementation)
         found = FrozenReward(model, float(getattr(config, "reward_offset", 0.0)), own)
-    if attn_implementation is not None:
-        found.model.set_attn_implementation(attention_name(attn_implementation))
     if tokenizer is not None:
         check_same_tokens(f"reward model {path!r}", found.tokenizer, tokenizer)
     found.model.requires_grad_(False).eval()
@@ -332,7 +330,7 @@ def initialize_head(head: nn.Linear) -> None:
         nn.init.zeros_(head.bias)
 
 
-def _from_checkpoint(path: str) -> RewardModel:
+def _from_checkpoint(path: str, attn_implementation: str | None) -> RewardModel:
     algorithm = read_checkpoint(path, None, ("algorithm",))["algorithm"]
     if algorithm != RewardModel.__name__:
         kind = algorithm or "no language algorithm"
@@ -340,4 +338,5 @@ def _from_checkpoint(path: str) -> RewardModel:
             f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
             "by `rl export` with --model, and give the directory"
         )
-    return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    given = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True, **given)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from datamodules.language.tasks.base import Record, RewardFunction, Task
+from datamodules.registered import REASONING_GYM
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import load_object, require_settings
 
@@ -16,8 +17,6 @@ TASKS = {
     "countdown": "datamodules.language.tasks.countdown:Countdown",
     "paths": "datamodules.language.tasks.paths:Paths",
 }
-#: Before the name of one of reasoning-gym's datasets.
-REASONING_GYM = "reasoning_gym:"
 
 
 def make_task(name: Any, seed: int = 0, **settings: Any) -> Task:

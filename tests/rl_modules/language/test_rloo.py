@@ -290,11 +290,13 @@ def test_an_advantage_of_ones_own_by_import_path_or_as_a_function(given, tmp_pat
     fit(module, small_addition(tmp_path), max_steps=1).save_checkpoint(tmp_path / "signs.ckpt")
     rewards, advantages = seen[0]
     assert rewards.shape == (4, 4) and torch.equal(advantages, signs(rewards)) and advantages.any()
-    loaded = GRPO.load_from_checkpoint(tmp_path / "signs.ckpt", weights_only=True)
+    with pytest.raises(UsageError, match="give it again"):
+        GRPO.load_from_checkpoint(tmp_path / "signs.ckpt")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "signs.ckpt", weights_only=True, advantages=given)
     assert torch.equal(loaded.score_group(rewards), advantages)
 
 
-def test_a_checkpoint_imports_no_module_before_its_module_trains(tmp_path, monkeypatch):
+def test_a_checkpoint_imports_no_module_that_its_user_does_not_name(tmp_path, monkeypatch):
     path = tmp_path / "changed.ckpt"
     fit(grpo(advantages="rloo"), small_addition(tmp_path), max_steps=1).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
@@ -302,8 +304,10 @@ def test_a_checkpoint_imports_no_module_before_its_module_trains(tmp_path, monke
     torch.save(checkpoint, path)
     (tmp_path / "named_by_a_checkpoint.py").write_text("def scores(rewards): return 2 * rewards\n")
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = GRPO.load_from_checkpoint(path)
+    with pytest.raises(UsageError, match="names advantages=named_by_a_checkpoint:scores.*must not choose what code"):
+        GRPO.load_from_checkpoint(path)
     assert "named_by_a_checkpoint" not in sys.modules
+    loaded = GRPO.load_from_checkpoint(path, advantages="named_by_a_checkpoint:scores")
     assert loaded.score_group(torch.tensor([[1.0, 3.0]])).tolist() == [[2.0, 6.0]]
     del sys.modules["named_by_a_checkpoint"]
     with pytest.raises(UsageError, match="advantages 'no.such': the module 'no' can't be imported"):
