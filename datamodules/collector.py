@@ -8,12 +8,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from datamodules.envs import episodes
-from datamodules.envs.boundary import require_finite
+from datamodules.envs.boundary import require_numbers
 from datamodules.envs.failures import close
 from datamodules.envs.foreign import boundary_of
 from datamodules.envs.resumed import resume_episodes
 from datamodules.episode_statistics import EpisodeStatistics
-from rl_modules.common.modules import in_double, is_double, tree_map
+from rl_modules.common.modules import in_double, is_double, tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays, to_environment
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted, require_rows
@@ -126,22 +126,28 @@ class Collector(Stateful):
                 if self.mode != AutoresetMode.NEXT_STEP:
                     # Normalised now: the statistics of the next step include the observation after the reset. Copied:
                     # a vector may write the next ones into the same memory.
-                    finals += [
-                        (t, i, tree_map(np.array, self._stored(observation_arrays(self.space, x, self.double))))
-                        for i, x in self.boundary.finals(done, raw, info)
-                    ]
+                    for i, x in self.boundary.finals(done, raw, info):
+                        arrays = observation_arrays(self.space, x, self.double)
+                        self._require_numbers(tree_map(lambda leaf: leaf[None], arrays), t, first=i)
+                        finals.append((t, i, tree_map(np.array, self._stored(arrays))))
                 if self.mode == AutoresetMode.DISABLED:
                     raw = self.boundary.reset(options={"reset_mask": done})
-            scaled = raw_reward[t] if normalizers is None else normalizers.reward(raw_reward[t], done, valid[t])
+            scaled = raw_reward[t]
+            if normalizers is not None:
+                require_numbers(self.name, "reward", raw_reward[t], t)
+                scaled = normalizers.reward(raw_reward[t], done, valid[t])
             reward[t] = raw_reward[t] if self.returns_raw else scaled
-            self._observe(raw)
+            self._observe(raw, t + 1)
         tree_map(lambda rows, x: rows.__setitem__(n_steps, x), observations, self._observation)
         if self.sign_reward:
             reward = np.sign(raw_reward).astype(np.float32)
+        require_numbers(self.name, "reward", raw_reward)
+        require_numbers(self.name, "reward", reward)  # as it is learned from, in fewer bits
+        for leaf in tree_leaves(observations):
+            require_numbers(self.name, "observation", leaf)
         self._unreported = raw_reward, terminated | truncated, valid, ends
         if self.reports_at_once:
             self.report()
-        require_finite(self.name, observations, reward, finals)
         rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         successors = tree_map(lambda x: x[1:].copy(), observations)
         for t, i, final in finals:
@@ -191,12 +197,20 @@ class Collector(Stateful):
             next_value[rows, columns] = last[n:]
         return next_value
 
-    def _observe(self, raw: Any) -> None:
-        """Keeps what the environments returned, in the dtypes in which rollouts store it."""
-        self._observation = self._raw = observation_arrays(self.space, raw, self.double)
+    def _observe(self, raw: Any, row: int = 0) -> None:
+        """Keeps what the environments returned, in the dtypes in which rollouts store it; row ``row`` of a rollout."""
+        arrays = observation_arrays(self.space, raw, self.double)
         if self.normalizers is not None and self.double:
-            self.normalizers.see(tree_map(lambda x: x[~self._resets_next], self._raw))
-            self._observation = self._stored(self._raw)
+            # Before the statistics have them, and before large ones are clipped.
+            self._require_numbers(arrays, row)
+            self.normalizers.see(tree_map(lambda x: x[~self._resets_next], arrays))
+            self._observation, self._raw = self._stored(arrays), arrays
+        else:
+            self._observation = self._raw = arrays
+
+    def _require_numbers(self, arrays: Any, row: int, first: int = 0) -> None:
+        for leaf in tree_leaves(arrays):
+            require_numbers(self.name, "observation", leaf, row, first)
 
     # ---------------------------------------------------------------- state
 
@@ -224,7 +238,7 @@ class Collector(Stateful):
         device = "cpu" if self.returns_raw else device  # replayed experience, and the generator of its actions
         # What this run does not normalise has no statistics.
         super().load_state_dict({**state, "normalizers": None} if self.normalizers is None else state, device)
-        if self._observation is not None and state.get("vector") is None:
+        if self._observation is not None and (self.is_unfinished or state.get("vector") is None):
             resume_episodes(self, state["running"])
 
 

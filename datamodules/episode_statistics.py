@@ -1,5 +1,6 @@
 """Returns and lengths of episodes, computed from rollouts, which may contain parts of episodes."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,7 +98,10 @@ def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]
 def _success(values: Any, i: int) -> float | None:
     """One environment's ``is_success`` as a number; arrays of one element count as their element."""
     try:
-        return None if values[i] is None else float(np.asarray(values[i]).item())
+        success = None if values[i] is None else float(np.asarray(values[i]).item())
+        if success is None or math.isfinite(success):
+            return success
+        raise ValueError("it is no truth value")
     except (KeyError, TypeError, ValueError) as error:  # a vector collects dictionaries by their keys
         raise UsageError(
             f"the environments' infos have is_success={values!r} at the end of an episode; it must be "

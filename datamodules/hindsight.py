@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
+from datamodules.envs.boundary import largest
 from datamodules.envs.vector import reset_once
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import persistent
@@ -121,10 +122,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         infos: list[dict[str, Any]] = [{} for _ in range(len(desired))]
         pair = achieved.numpy() + self.start, desired.numpy() + self.start
         reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
-        if reward.shape != (len(desired),):
+        is_row = reward.shape == (len(desired),)
+        if not is_row or not (np.abs(reward) <= largest(reward.dtype)).all():
+            found = "a NaN, infinite or too large reward" if is_row else f"an array of shape {reward.shape}"
             raise UsageError(
-                f"the environment's compute_reward returned an array of shape {reward.shape} for "
-                f"{len(desired)} goals; return one reward per goal"
+                f"the environment's compute_reward returned {found} for {len(desired)} goals; return one "
+                "finite reward per goal"
             )
         return reward
 

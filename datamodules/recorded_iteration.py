@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from datamodules.collector import prepared_by, rollout_act
+from datamodules.envs.boundary import largest
 from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
@@ -159,7 +160,7 @@ class RecordedIteration(Recorded):
         self._note_episodes(done.flatten(), running.movedim(1, 0).flatten(1))
         successor = tree_map(lambda *steps: torch.stack(steps), successors[0], *successors[1:])
         seen = [x for x in (*tree_leaves(successor), reward) if x.is_floating_point()]
-        self.is_finite.logical_and_(torch.stack([x.isfinite().all() for x in seen]).all())
+        self.is_finite.logical_and_(torch.stack([(x.abs() <= largest(x.dtype)).all() for x in seen]).all())
         rollout: dict[str, Any] = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         rollout.update(
             observation=tree_map(lambda *steps: torch.stack(steps), observations[0], *observations[1:]),
@@ -207,7 +208,7 @@ class RecordedIteration(Recorded):
         collector, episodes = self.collector, self.collector.episodes
         if not self.is_finite:
             raise UsageError(
-                f"the environment {collector.name} returned a NaN or infinite observation or reward; "
+                f"the environment {collector.name} returned a NaN, infinite or too large observation or reward; "
                 "bound it, or look at it with graph=False"
             )
         finished, window = int(self.finished), self.window

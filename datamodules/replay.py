@@ -17,6 +17,7 @@ from torch import Tensor
 from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, announce_memory
 from datamodules.collector import prepared_by, rollout_act
+from datamodules.envs.boundary import require_numbers
 from datamodules.experience import LazyLoader
 from datamodules.frame_buffer import FrameReplayBuffer
 from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
@@ -24,7 +25,7 @@ from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.masks import split_mask
-from rl_modules.common.modules import evaluation_mode, tree_map
+from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
@@ -420,7 +421,12 @@ class ReplayDataModule(ControlDataModule):
         """Gives new rows of the buffer their priorities, those that a subclass adds among them."""
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
-        if not self.collector.is_unfinished and self.collector.normalizers is not None:
+        if self.collector.is_unfinished:
+            return  # the collector's own
+        added = ("reward", rollout["reward"]), *(("observation", x) for x in tree_leaves(rollout["observation"]))
+        for what, x in added:
+            require_numbers(f"the rows added to {self.env_name}", what, x.numpy())
+        if self.collector.normalizers is not None:
             self._recorded.append(rollout)
 
     def _count_recorded(self) -> None:

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.collector import Collector
-from datamodules.envs.boundary import require_finite
+from datamodules.envs.boundary import largest, require_numbers
 from datamodules.envs.foreign import ForeignBoundary
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.normalization import Normalizers
@@ -30,6 +30,7 @@ class TensorCollector(Collector):
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """As :meth:`Collector.collect`, on ``device``; an end without its final observation is refused."""
+        self.is_unfinished = True
         if self._observation is None:
             self._begin(device)
         envs, n = self.envs, self.envs.num_envs
@@ -82,8 +83,8 @@ class TensorCollector(Collector):
         tree_map(lambda buffer, x: buffer[n_steps].copy_(x), observations, self._observation)
         self.episode_start, self._resets_next = (x.cpu().numpy().copy() for x in (starts, resets_next))
         done = terminated | truncated
+        self._require_numbers_of_rollout(observations, successors, reward)
         self._remember(reward, done, valid, infos)
-        self._require_finite(observations, successors, reward)
         reward = reward.sign() if self.sign_reward else normalizers.reward(reward, done, valid)
         normalizers.update(tree_map(lambda x: x[:-1], observations), valid)
         observations, successors = normalizers.observation(observations), normalizers.observation(successors)
@@ -98,6 +99,7 @@ class TensorCollector(Collector):
         )
         if "value" in rollout:
             rollout["next_value"] = self._value_of_successors(act, device, observations, rollout)
+        self.is_unfinished = False
         return rollout
 
     def _after_a_reset(self, raw: Any, done: Tensor, info: dict[str, Any]) -> tuple[Any, Any]:
@@ -122,11 +124,13 @@ class TensorCollector(Collector):
         if self.reports_at_once:
             self.report()
 
-    def _require_finite(self, observations: Any, successors: Any, reward: Tensor) -> None:
+    def _require_numbers_of_rollout(self, observations: Any, successors: Any, reward: Tensor) -> None:
         real = [x for tree in (observations, successors) for x in tree_leaves(tree) if x.is_floating_point()]
-        if not torch.stack([torch.isfinite(x).all() for x in [*real, reward]]).all():
-            for tree in (observations, successors):
-                require_finite(self.name, tree_map(lambda x: x.cpu().numpy(), tree), reward.cpu().numpy(), [])
+        if torch.stack([(x.abs() <= largest(x.dtype)).all() for x in [*real, reward]]).all():
+            return
+        require_numbers(self.name, "reward", reward.cpu().numpy())
+        for x in real:
+            require_numbers(self.name, "observation", x.cpu().numpy())
 
     def _value_of_successors(self, act: Act, device: torch.device, observations: Any, rollout: Any) -> Tensor:
         """V of every transition's true successor, [T, N]."""
@@ -137,7 +141,7 @@ class TensorCollector(Collector):
         ends = list(zip(rows.tolist(), columns.tolist(), strict=True))
         return self._next_value(act, unseen, rollout["value"], ends)
 
-    def _observe(self, raw: Any) -> None:
+    def _observe(self, raw: Any, row: int = 0) -> None:
         self._observation = self._raw = self._tensors(raw)
 
     def _tensors(self, raw: Any) -> Any:

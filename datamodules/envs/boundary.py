@@ -1,15 +1,15 @@
 """What environments return, checked once where it enters: shapes, dtypes, numbers and errors."""
 
 import contextlib
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from datamodules.envs.failures import raise_in_one_sentence
 from rl_modules.common.errors import UsageError
-from rl_modules.common.modules import tree_leaves
 
 #: Infos that Gymnasium's vectors add to those of their environments where an episode ended.
 ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))
@@ -79,34 +79,49 @@ class Boundary:
 
 # ---------------------------------------------------------------- numbers
 
+#: The largest numbers that a run learns from, by their dtype: a sum of squares beyond them is infinite.
+LARGEST: dict[Any, float] = {np.dtype(np.float32): 1e18, torch.float32: 1e18}
+LARGEST_OF_OTHERS = 1e150
+_UNTOUCHED = "earlier checkpoints are untouched"
 
-def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
-    """Refuses NaN and infinite observations [T + 1, N, *obs], rewards [T, N] and final observations."""
-    what, bad = "reward", ~np.isfinite(reward)
-    for leaf in () if bad.any() else tree_leaves(observations):
-        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-            what, bad = "observation", ~np.isfinite(leaf).reshape(*leaf.shape[:2], -1).all(-1)
-    for t, i, final in () if bad.any() else finals:
-        if not all(np.isfinite(leaf).all() for leaf in tree_leaves(final)):
-            what, bad[t, i] = "observation", True
-    if bad.any():
-        t, i = np.argwhere(bad)[0]
-        raise UsageError(
-            f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; "
-            "nothing was learned from it, and earlier checkpoints are untouched"
-        )
+
+def largest(dtype: Any) -> float:
+    """Returns the largest number of a dtype that a run learns from."""
+    return LARGEST.get(dtype, LARGEST_OF_OTHERS)
+
+
+def require_numbers(name: str, what: str, values: np.ndarray, row: int | None = None, first: int = 0) -> None:
+    """Refuses NaN, infinite and too large numbers before any state depends on them.
+
+    Args:
+        name: the environment's.
+        what: ``observation`` or ``reward``.
+        values: those of several rows, [T, N, …], or with ``row`` of one, [N, …].
+        row: its number.
+        first: the number of the first environment among them.
+    """
+    # NaN is not at most a number.
+    if values.dtype.kind != "f" or (np.abs(values) <= (limit := largest(values.dtype))).all():
+        return
+    index = tuple(np.argwhere(~(np.abs(values) <= limit))[0])
+    t, i = index[:2] if row is None else (row, index[0])
+    where = f"in row {t} of this rollout; nothing was learned from it, and {_UNTOUCHED}"
+    _refuse_number(name, what, i + first, values[index], limit, where)
 
 
 def require_finite_evaluation(name: str, what: str, values: Any) -> None:
-    """Refuses a step of an evaluation with a NaN or infinite ``reward`` or ``observation``."""
+    """Refuses a step of an evaluation with a NaN, infinite or too large ``reward`` or ``observation``."""
     if isinstance(values, dict | tuple):
         for part in values.values() if isinstance(values, dict) else values:
             require_finite_evaluation(name, what, part)
         return
     array = np.asarray(values)
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        i = np.argwhere(~np.isfinite(array))[0, 0]
-        raise UsageError(
-            f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
-            "evaluation has no result, and earlier checkpoints are untouched"
-        )
+    if array.dtype.kind == "f" and not (np.abs(array) <= (limit := largest(array.dtype))).all():
+        index = tuple(np.argwhere(~(np.abs(array) <= limit))[0])
+        where = f"in an evaluation; the evaluation has no result, and {_UNTOUCHED}"
+        _refuse_number(name, what, index[0], array[index], limit, where)
+
+
+def _refuse_number(name: str, what: str, i: int, value: float, limit: float, where: str) -> NoReturn:
+    found = f"the {what} {value:g}, beyond ±{limit:g}," if np.isfinite(value) else f"a NaN or infinite {what}"
+    raise UsageError(f"environment {i} of {name} returned {found} {where}")

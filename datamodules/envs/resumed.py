@@ -13,14 +13,16 @@ from rl_modules.common.spaces import observation_arrays
 def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> None:
     """Continues the episodes of a collector whose other state is loaded; None: the environments had failed."""
     everywhere = np.ones(collector.envs.num_envs, bool)
+    interrupted = "the checkpoint was written by an error or interrupt while it stepped"
     if not collector.has_episodes:
-        _begin_anew(collector, everywhere, "its engine has no state to restore")
+        why = interrupted if collector.is_unfinished else "its engine has no state to restore"
+        _begin_anew(collector, everywhere, why)
         return
     collector.boundary.reset(seed=collector._reset_seed)
     if running is None or collector.is_unfinished:
         # Their last steps are in no rollout, so continued episodes would have a gap.
         place_episodes(collector.envs, running or [])
-        _begin_anew(collector, everywhere, "the checkpoint was written by an error or interrupt while it stepped")
+        _begin_anew(collector, everywhere, interrupted)
         return
     differs = repeat_episodes(collector.envs, running, collector.space, collector._raw, collector._resets_next)
     if differs.any():

@@ -3,11 +3,13 @@ import warnings
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from datamodules import RolloutDataModule
+from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from rl_modules import PPO
+from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import normalize
 from tests.training import assert_resumes_exactly, fit
@@ -188,3 +190,79 @@ def test_an_argument_of_a_normalisation_that_is_off_is_named(given, switch):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*does nothing while")
             fit(PPO(net_arch=[8]), RolloutDataModule("CartPole-v1", **small, **quiet))
+
+
+class Once(gym.Env):
+    """A simulator that returns one bad number, in the sixth step of all."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(2)
+    steps = 0
+
+    def __init__(self, value=np.nan, where="reward"):
+        self.value, self.where = value, where
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.np_random.normal(size=1), {}
+
+    def step(self, action):
+        Once.steps += 1
+        self.count += 1
+        bad = self.value if Once.steps == 6 else None
+        observation = self.np_random.normal(size=1) if bad is None or self.where == "reward" else np.array([bad])
+        reward = 1.0 if bad is None or self.where != "reward" else bad
+        return observation, reward, self.count == 4, False, {}
+
+
+@pytest.mark.parametrize("where", ["reward", "observation"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e200])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("replay", [False, True])
+def test_one_bad_number_is_in_no_statistic_and_the_run_resumes(where, value, norm, replay, tmp_path):
+    Once.steps = 0
+    shared = {"n_envs": 1, "env_kwargs": {"value": value, "where": where}, "norm_obs": norm, "norm_reward": norm,
+              "total_timesteps": 32, "eval_freq": 0}  # fmt: skip
+
+    def make():
+        if replay:
+            return ReplayDataModule(Once, **shared, learning_starts=8, buffer_size=64)
+        return RolloutDataModule(Once, **shared, n_steps=8)
+
+    algorithm, data = DQN if replay else PPO, make()
+    found = (
+        "a NaN or infinite"
+        if not np.isfinite(value) or (where == "observation" and not norm)
+        else rf"the {where} -1e\+200, beyond ±1e\+150"
+    )
+    with pytest.raises(UsageError, match=f"^environment 0 of .*Once returned {found}"):
+        fit(algorithm(net_arch=[4]), data, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    collector = data.collector
+    assert np.isfinite(collector.episodes.running_return).all()
+    assert np.isfinite(collector.episodes.returns).all()
+    for part in collector.normalizers.parts() if norm else ():
+        assert np.isfinite(part.mean).all() and (part.var < 1e3).all()
+    model, resumed = algorithm(net_arch=[4]), make()
+    with pytest.warns(UserWarning, match="start a new episode"):
+        fit(model, resumed, ckpt_path=tmp_path / "on_exception.ckpt")
+    assert resumed.num_timesteps == 32
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_rows_that_a_subclass_adds_are_checked_before_they_count():
+    class Demonstrations(ReplayDataModule):
+        def begin_run(self):
+            super().begin_run()
+            shape = (3, 1)
+            self.replay.add({
+                "observation": torch.zeros(*shape, 4), "next_observation": torch.zeros(*shape, 4),
+                "action": torch.zeros(shape, dtype=torch.int64), "reward": torch.tensor([[0.0], [torch.inf], [0.0]]),
+                **dict.fromkeys(("terminated", "truncated"), torch.zeros(shape, dtype=torch.bool)),
+                "valid": torch.ones(shape, dtype=torch.bool),
+            })  # fmt: skip
+
+    data = Demonstrations("CartPole-v1", n_envs=1, total_timesteps=16, learning_starts=4, norm_reward=True)
+    with pytest.raises(UsageError, match=r"environment 0 of the rows added to CartPole-v1 returned a NaN or infinite"):
+        fit(DQN(net_arch=[4]), data)
+    assert data.collector.normalizers.of_rewards.running.var == 1

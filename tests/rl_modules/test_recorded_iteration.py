@@ -320,7 +320,7 @@ def test_what_an_environment_returns_is_checked(make, said):
 
 
 def test_a_reward_that_is_not_finite_ends_the_run():
-    with pytest.raises(UsageError, match="returned a NaN or infinite observation or reward"):
+    with pytest.raises(UsageError, match="returned a NaN, infinite or too large observation or reward"):
         train(PPO(graph=True), Fails(8), n_steps=16)
 
 
