@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from datamodules.language.encoding import Messages
+from datamodules.language.template_trial import LIMIT_MB, LIMIT_S, is_bounded
 from rl_modules.common.errors import UsageError
 
 #: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
@@ -27,13 +28,20 @@ def render(
                 f"tokenizer for tool calls, or leave out {name}"
             )
     variables = {**settings, **(record.get("chat_template_kwargs") or {})}
+    name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
     def apply(messages: Messages, **how: Any) -> Any:
-        with _time_limit(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"):
-            how = {"tokenize": False, "add_generation_prompt": False, "continue_final_message": False, **how}
+        how = {"tokenize": False, "add_generation_prompt": False, "continue_final_message": False, **how}
+        with _time_limit(name):
             return tokenizer.apply_chat_template(messages, tools=tools, **how, **variables)
 
     try:
+        own = tokenizer.get_chat_template(variables.get("chat_template"), tools)
+        if not is_bounded(own, {**tokenizer.special_tokens_map, **variables}):
+            raise UsageError(
+                f"{name} takes more than {LIMIT_S} s of processor time or {LIMIT_MB} MiB of memory for a short "
+                "conversation; give another template"
+            )
         return apply(_with_arguments(messages, template, apply), **how)
     except Exception as error:  # templates raise errors of their own, of jinja's and of Python's kinds
         if isinstance(error, UsageError):

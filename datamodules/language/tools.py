@@ -52,9 +52,8 @@ class Tools:
 
     def run(self, call: Call) -> str:
         """Returns a call's result as text: strings as they are, other values as JSON; or ``error: …``."""
-        error = call.error or self._refusal(call)
-        if error:
-            return f"error: {error}"
+        if wrong := call.error or self._refusal(call):
+            return f"error: {wrong}"
         known = self.schemas[call.name]["function"]["parameters"].get("properties", {})
         arguments = {name: _fitted(value, known[name]) for name, value in call.arguments.items()}
         try:

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import logging
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,13 +234,33 @@ def test_the_end_of_a_text_is_not_written_twice():
 @pytest.mark.parametrize("loop", [
     "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "{% for i in range(10**9) %}{% endfor %}",
-], ids=["loops", "recursion", "range"])  # fmt: skip
-def test_a_template_without_an_end_is_a_sentence(loop, monkeypatch):
+], ids=["loops", "recursion"])  # fmt: skip
+def test_a_conversation_without_an_end_is_a_sentence(loop, monkeypatch):
     monkeypatch.setattr(rendering, "TEMPLATE_LIMIT_S", 0.1)
-    tokenizer = byte_tokenizer(loop + THINKS)
+    tokenizer = byte_tokenizer("{% if messages[0].content == 'hang' %}" + loop + "{% endif %}" + THINKS)
     tokenizer.name_or_path = "mine/looping"
-    with pytest.raises(UsageError, match=(
-        r"the chat template of mine/looping takes more than 0\.1 s|Range too big"
-    )):  # fmt: skip
-        encoder_of(tokenizer).prompts(["a"])
+    encode = encoder_of(tokenizer)
+    assert encode.prompts(["a"])
+    with pytest.raises(UsageError, match=r"the chat template of mine/looping takes more than 0\.1 s"):
+        encode.prompts(["hang"])
+
+
+@pytest.mark.parametrize("bomb", [
+    pytest.param("{{ 9**(9**9) % 7 }}", marks=pytest.mark.long),
+    pytest.param("{{ ('a '*3000000)|wordwrap(1) }}", marks=pytest.mark.long),
+    pytest.param("{% if tools %}{{ 9**(9**9) % 7 }}{% endif %}", marks=pytest.mark.long),
+    "{{ 'a' * 10**10 }}",
+    "{% generation %}{{ messages[0].content * 10**10 }}{% endgeneration %}",
+])  # fmt: skip
+def test_a_template_without_bounds_is_refused_before_this_process_renders_with_it_also_in_a_thread(bomb):
+    encode = encoder_of(byte_tokenizer(bomb + THINKS))
+    with ThreadPoolExecutor() as pool, pytest.raises(UsageError, match="takes more than 2 s .* or 512 MiB of memory"):
+        pool.submit(encode.prompts, ["a"]).result(60)
+
+
+def test_a_template_is_tried_once_in_a_process(monkeypatch):
+    runs, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **how: runs.append(args) or run(*args, **how))
+    for number in range(3):
+        encoder_of(byte_tokenizer(THINKS + "{# its own text #}")).prompts([str(number)])
+    assert len(runs) == 1
