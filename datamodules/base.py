@@ -17,7 +17,7 @@ from datamodules.envs.failures import closed_on_error
 from datamodules.envs.imported import EnvId
 from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, as_vector
-from datamodules.evaluation import has_time_limit, run_episodes, sampling_from, schedule_evaluations
+from datamodules.evaluation import Watch, has_time_limit, run_episodes, sampling_from, schedule_evaluations
 from datamodules.experience import Experience, LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
@@ -176,6 +176,8 @@ class ControlDataModule(Experience):
             self.n_envs = given.num_envs
         if self.sign_reward and self.norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
+        #: What a progress bar and the summary see of evaluations.
+        self.watch = Watch()
         # Settings as :meth:`resolve` left them.
         self._resolved: dict[str, Any] = {}
         self._started_s = time.monotonic()
@@ -445,6 +447,7 @@ class ControlDataModule(Experience):
                     self.eval_deterministic,
                     self.eval_max_steps,
                     self.env_name,
+                    self.watch,
                 )
             yield batch
 

@@ -1,7 +1,9 @@
 """Whole episodes of a policy, in separate environments."""
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,8 @@ from rl_modules.common.masks import MASK
 
 #: Seconds without an episode's end after which an evaluation says what bounds it.
 SILENT_S = 10.0
+#: Seconds between two calls of :attr:`Watch.tell`.
+TOLD_EVERY_S = 1.0
 _LIMIT = "data.wrappers=[{class_path: TimeLimit, init_args: {max_episode_steps: 1000}}]"
 
 
@@ -51,6 +55,19 @@ def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
     return nullcontext() if draw is None else draw(seed)
 
 
+@dataclass
+class Watch:
+    """What others see of an evaluation.
+
+    Attributes:
+        cut: episodes of the last one that were cut.
+        tell: called every second with the steps of the longest running episode; None: not called.
+    """
+
+    cut: int = 0
+    tell: Callable[[int], None] | None = None
+
+
 def run_episodes(
     policy: Predicts,
     envs: VectorEnv,
@@ -59,12 +76,15 @@ def run_episodes(
     deterministic: bool = True,
     max_steps: int = 100_000,
     name: str | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, Tensor]:
     """Plays whole episodes, the same for the same ``streams``; each environment plays a number fixed beforehand.
 
     Returns ``return`` [E] float32, ``length`` [E] int64, ``seed`` [E] int64 where episodes are seeded one by one, and
     ``success`` [E] float32, 1 or 0, where one ended with ``is_success``. Episodes are cut after ``max_steps``.
     """
+    watch = watch or Watch()
+    watch.cut = 0
     n_envs, name = envs.num_envs, name or type(envs).__name__
     boundary = boundary_of(envs, name)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
@@ -77,9 +97,13 @@ def run_episodes(
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
-    began_s = time.monotonic()
+    began_s = told_s = time.monotonic()
     while (played < quota).any():
-        if not episodes and time.monotonic() - began_s > SILENT_S:
+        now_s = time.monotonic()
+        if watch.tell is not None and now_s - told_s > TOLD_EVERY_S:
+            watch.tell(int(length.max()))
+            told_s = now_s
+        if not episodes and now_s - began_s > SILENT_S:
             rank_zero_warn(
                 f"no evaluation episode of {name} has ended after {SILENT_S:g} s, {length.max():,} steps; "
                 f"each is cut after eval_max_steps={max_steps:,}: lower data.eval_max_steps, or give the "
@@ -104,6 +128,7 @@ def run_episodes(
             played[i] = quota[i] if endless[i] else played[i] + 1
             total[i], length[i] = 0.0, 0
         if endless.any():
+            watch.cut += int(endless.sum())
             rank_zero_warn(
                 f"{endless.sum()} evaluation episodes were cut after eval_max_steps={max_steps:,} steps and "
                 f"count as they are; lower data.eval_max_steps, or give the environment a time limit: {_LIMIT}"

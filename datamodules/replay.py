@@ -50,9 +50,10 @@ def without_priorities(data: Any) -> str | None:
 
 def check_train_freq(name: str, value: Any) -> Any:
     """Refuses what is neither a number of steps nor a number and a unit."""
-    if isinstance(value, tuple | list) and not (
-        len(value) == 2 and isinstance(value[0], int) and value[0] > 0 and value[1] in ("step", "episode")
-    ):
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    number, unit = value if is_pair else (value, "step")
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number > 0
+    if value is not None and not (is_number and unit in ("step", "episode")):
         raise UsageError(f'{name}={value!r} must be a number of steps, or [number, "step"] or [number, "episode"]')
     return value
 

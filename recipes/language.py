@@ -1,6 +1,5 @@
 """Commands for language models: export, a server of completions."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -89,7 +88,7 @@ def serve(given: Any) -> None:
     """Serves runs that know its token until the process is stopped; a run sends its model and weights."""
     from rl_modules.language.sampling.engine import NativeEngine
     from rl_modules.language.sampling.server import MakeEngine, Service, make_server
-    from rl_modules.language.sampling.vllm import VLLMEngine, unties
+    from rl_modules.language.sampling.vllm import VLLMEngine, require_vllm, unties
     from rl_modules.language.sampling.wire import TOKEN_VARIABLE, default_token_file, make_token, write_token
 
     quiet()
@@ -99,11 +98,7 @@ def serve(given: Any) -> None:
     if given.engine == "native" or given.model is not None:
         make = lambda spec: NativeEngine(spec, cap)  # noqa: E731
     else:
-        if importlib.util.find_spec("vllm") is None:
-            raise UsageError(
-                "--engine=vllm needs vLLM, which is not installed; see docs/language/sampling.md, or take "
-                "--engine=native"
-            )
+        require_vllm("--engine=vllm")
         make = lambda spec: VLLMEngine(  # noqa: E731
             spec, gpu_memory_utilization=given.gpu_memory_utilization, max_rows_in_flight=cap
         )

@@ -29,4 +29,4 @@ def main(total_timesteps: int = 100_000) -> float:
 
 
 if __name__ == "__main__":
-    run_program(main, default_config="ppo/cartpole.yaml")
+    run_program(main, default_config="ppo/cartpole.yaml", target=475)

@@ -28,4 +28,5 @@ def main(total_timesteps: int = 300_000) -> float:
 
 
 if __name__ == "__main__":
-    run_program(main, default_config="q_learning/frozenlake.yaml")
+    # Of 50 episodes of the best policy, whose expected return is .74, all but one set in a hundred return more.
+    run_program(main, default_config="q_learning/frozenlake.yaml", target=0.6)

@@ -29,4 +29,4 @@ def main(total_timesteps: int = 20_000) -> float:
 
 
 if __name__ == "__main__":
-    run_program(main, default_config="sarsa/cliffwalking.yaml")
+    run_program(main, default_config="sarsa/cliffwalking.yaml", target=-17)

@@ -1,6 +1,7 @@
 """Finds the newest run in a folder, and reads the newest whole checkpoint of a run."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,26 @@ RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none."""
+    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none.
+
+    A folder without a checkpoint, as a run that failed early leaves it, is taken only where no other has one.
+    """
     numbered = {
         int(match.group(1)): path
         for path in parent.glob("version_*")
         if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()
     }
-    runs = [path for path in parent.glob("job_*") if path.is_dir()]
-    return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
+    in_order = [numbered[number] for number in sorted(numbered)]
+    jobs = [path for path in parent.glob("job_*") if path.is_dir()]
+
+    def newest(is_run: Callable[[Path], Any]) -> Path | None:
+        last = next(filter(is_run, reversed(in_order)), None)
+        return max([*filter(is_run, jobs), *([last] if last else [])], key=changed_at, default=None)
+
+    latest, found = newest(Path.is_dir), newest(lambda run: find(run, "last"))
+    if found is not None and found != latest:
+        rank_zero_warn(f"{latest} has no checkpoint; the newest run that has one is {found}.")
+    return found or latest
 
 
 def changed_at(run: Path) -> float:

@@ -18,7 +18,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder
 from recipes.comparison import METRICS
 from rl_modules.core.curves import write_point
-from rl_modules.loggers import flat_settings
+from rl_modules.loggers import adapters, flat_settings
 from rl_modules.networks.nature_cnn import image_brief
 from rl_modules.ranks import launches
 
@@ -90,6 +90,11 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         f"{type(model).__name__} on {data.env_name}": result,
         "transitions": done(round(time["time/fps"] * seconds), total, pace),
     }
+    if cut := data.watch.cut:
+        rows["evaluation"] = (
+            f"{cut} episodes did not end and were cut after eval_max_steps={data.eval_max_steps:,} steps: lower "
+            "data.eval_max_steps, or give the environment a time limit"
+        )
     if (image := image_brief(model.observation_space)) is not None:
         rows["observation"] = image
     if ranks > 1:
@@ -135,17 +140,16 @@ def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float
     """Writes the hyperparameters and the final metrics to every logger."""
     settings = flat_settings(model, data)
     checkpoints = Checkpoints.of(trainer)
-    if isinstance(data, ControlDataModule) and (checkpoints is None or checkpoints.evaluated_at != step):
+    is_drawn = checkpoints is not None and checkpoints.evaluated_at == step
+    controls = isinstance(data, ControlDataModule)
+    if controls and not is_drawn:
         # The last policy is the last point of the evaluation's curves.
         write_point(trainer, {name.replace("test/", "eval/", 1): value for name, value in final.items()}, step)
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and final:
-            logger.log_hyperparams(settings, final, step)
-        else:
-            logger.log_hyperparams(settings)
-            if final:
-                logger.log_metrics(final, step=step)
-        logger.save()
+    for adapter in adapters(trainer):
+        adapter.write_result(settings, final, step)
+        if final and (controls or not is_drawn):  # of a language model they are points of the same curves
+            adapter.logger.log_metrics(final, step=step)
+        adapter.logger.save()
 
 
 def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: bool) -> str:
@@ -173,7 +177,8 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     }
     if best and (score := checkpoints.best_model_score) is not None:
         after = "" if checkpoints.best_at is None else f" after {checkpoints.best_at:,} {unit}"
-        rows["best evaluation"] = f"{checkpoints.monitor} {float(score):.4g}{after}"
+        instead = " (pass@1 was 0 in every evaluation)" if checkpoints.monitor == checkpoints.while_zero else ""
+        rows["best evaluation"] = f"{checkpoints.monitor} {float(score):.4g}{after}{instead}"
     rows |= {"curves": curves_of(trainer), **files_of(trainer)}
     if exports and last:
         rows["export"] = export_of(model, _relative(best or last))

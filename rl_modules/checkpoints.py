@@ -38,6 +38,8 @@ def load(module: Any, checkpoint: dict[str, Any]) -> None:
     load_statistics(module, checkpoint)
     if not module.is_built:
         module.configure_model()
+    is_strict = module._trainer is not None and module.strict_loading
+    require_same_network(module, checkpoint, checkpoint["state_dict"], "the checkpoint", is_strict)
     load_run(module, checkpoint)
     if module._trainer is None or module.is_fitting:
         module.run.missing_factories = missing_factories(module, checkpoint)
@@ -106,11 +108,36 @@ def load_initial_weights(module: Any, path: str) -> None:
         trained = space_from_dict(settings_of(checkpoint)[name])
         here = space_from_dict(module.hparams[name])
         check_same_space(name, trained, here, f"init_from={path!r}", module.source.env_name)
-    try:
-        module.load_state_dict(module.weights_to_start_from(checkpoint))
-    except RuntimeError as error:
-        raise UsageError(f"init_from={path!r} holds another network: {' '.join(str(error).split())}") from error
+    weights = module.weights_to_start_from(checkpoint)
+    require_same_network(module, checkpoint, weights, f"init_from={path!r}", is_strict=True)
+    module.load_state_dict(weights)
     load_statistics(module, checkpoint)
+
+
+def require_same_network(
+    module: Any, checkpoint: dict[str, Any], weights: dict[str, Any], what: str, is_strict: bool
+) -> None:
+    """Refuses weights of other shapes than the module's, under ``is_strict`` of other names too."""
+    here, there = (
+        {name: tuple(value.shape) for name, value in of.items() if isinstance(value, torch.Tensor)}
+        for of in (module.state_dict(), weights)
+    )
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    names = names if is_strict else [name for name in names if name in here and name in there]
+    if not names:
+        return
+    saved = settings_of(checkpoint)
+    differ = [
+        f"{name}={saved[name]!r} there, {value!r} here"
+        for name, value in module.hparams.items()
+        if name in saved and saved[name] != value and name not in SPACES and not isinstance(value, float)
+    ]
+    # The arguments of networks come first, because others may differ too.
+    differ.sort(key=lambda text: not text.startswith(("net_arch", "network", "features_extractor")))
+    first = (
+        f"{names[0]} has the shape {there.get(names[0], 'of nothing')} there, {here.get(names[0], 'of nothing')} here"
+    )
+    raise UsageError(f"{what} holds another network ({'; '.join(differ[:2]) or first}); give the same arguments")
 
 
 def load_statistics(module: Any, checkpoint: dict[str, Any]) -> None:

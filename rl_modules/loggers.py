@@ -37,6 +37,10 @@ class LoggerAdapter:
         """Writes a run's settings before its first step."""
         self.logger.log_hyperparams(settings)
 
+    def write_result(self, settings: dict[str, Any], metrics: dict[str, float], step: int) -> None:
+        """Shows the final metrics beside a run's settings, if the logger has a place for both."""
+        self.logger.log_hyperparams(settings)
+
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         """Shows the first rows of a table of texts and numbers."""
 
@@ -65,6 +69,14 @@ class TensorBoardAdapter(LoggerAdapter):
         self.logger.experiment._get_file_writer().add_summary(start, 0)
         self.logger.hparams.update(settings)
         save_hparams_to_yaml(os.path.join(self.logger.log_dir, self.logger.NAME_HPARAMS_FILE), self.logger.hparams)
+
+    def write_result(self, settings: dict[str, Any], metrics: dict[str, float], step: int) -> None:
+        # Lightning's `log_hyperparams` would write a point of each metric's curve too.
+        from torch.utils.tensorboard.summary import hparams
+
+        super().write_result(settings, {}, step)
+        for summary in hparams(settings, metrics) if metrics else ():
+            self.logger.experiment._get_file_writer().add_summary(summary, step)
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         self.logger.experiment.add_text(name, markdown_table(columns, rows), step)

@@ -1,6 +1,7 @@
 """What is said where an environment can't be made, or has failed."""
 
 import contextlib
+import importlib.util
 import re
 import time
 import traceback
@@ -134,6 +135,12 @@ def _remedy(name: str) -> str:
     if re.search(r"NoFrameskip|Deterministic-v|-ram", name) or name.partition("-v")[0] in _GAMES:
         game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
         return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
+    module, _, made = name.rpartition(".")
+    is_module = re.fullmatch(r"[A-Za-z_][\w.]*", module) is not None
+    if is_module and made == "py":
+        return f"; what makes it in that file is named after a colon: {module}:make_env, the function or class there"
+    if is_module and importlib.util.find_spec(module.partition(".")[0]) is not None:
+        return f"; did you mean {module}:{made}?"
     near = did_you_mean(name, gym.registry)
     return near or (
         "; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "

@@ -72,6 +72,8 @@ class LanguageArguments(Experience):
     eval_required: tuple[str, ...] = made(("prompt",))
     #: Columns of files and datasets that are read as text; reward functions get the others as they are.
     texts: ClassVar[tuple[str, ...]] = ()
+    #: Held-out records per evaluation where ``n_eval`` is not given.
+    usual_n_eval: ClassVar[int] = 256
 
     task: Converted[GivenTask, Any] = setting(
         default=None,
@@ -100,9 +102,10 @@ class LanguageArguments(Experience):
     )
     dataset_config: str | None = setting(default=None, says="the hub dataset's configuration")
     dataset_split: str = setting(default="train", says="split to train on, or a part of it, ``train[:90%]``")
-    eval_split: str = setting(
-        default="test",
-        says="split of the dataset to evaluate on, or a part of it; without ``eval_path``",
+    eval_split: str | None = setting(
+        default=None,
+        says="split of the dataset to evaluate on, or a part of it; without ``eval_path``. None: ``test`` under "
+        "``eval_steps``, else none",
         idle=lambda data: data.eval_path is not None and "beside eval_path; leave that out",
     )
     columns: dict[str, str] | None = setting(
@@ -147,7 +150,12 @@ class LanguageArguments(Experience):
         says="training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
         least=1,
     )
-    n_eval: int = setting(default=256, says="held-out records per evaluation, over all ranks; 0: none", least=0)
+    n_eval: int | None = setting(
+        default=None,
+        says="held-out records per evaluation, over all ranks; 0: none. None: 256 (of preferences 1,024), or all where "
+        "there are fewer",
+        least=0,
+    )
     batch_size: int = setting(
         default=64,
         says="sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
@@ -225,6 +233,16 @@ class LanguageArguments(Experience):
                 f"streaming=true reads a file or dataset whole, pass after pass; n_train={self.n_train} can't go "
                 "with it"
             )
+
+    @property
+    def n_held_out(self) -> int:
+        """Held-out records per evaluation at most: ``n_eval``, or the usual number."""
+        return self.usual_n_eval if self.n_eval is None else self.n_eval
+
+    @property
+    def held_out_split(self) -> str:
+        """Split of a dataset that evaluations read."""
+        return "test" if self.eval_split is None else self.eval_split
 
 
 def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:

@@ -94,13 +94,13 @@ class LanguageDataModule(LanguageArguments):
             self.stream = record_stream(self)
         elif stage == "fit" and not self.train_records:
             self.train_records = self.load_split("train", self.n_train, not self.reads_all)
-        wants_eval = self.n_eval and (stage != "fit" or self.eval_steps)
+        wants_eval = self.n_held_out and (stage != "fit" or self.eval_steps)
         if wants_eval and not self.eval_records:
             if self.task is None:
                 from datamodules.language.files import require_held_out
 
                 require_held_out(self, stage == "fit")
-            self.eval_records = list(self.load_split("test", self.n_eval))
+            self.eval_records = list(self.load_split("test", self.n_held_out))
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
         if stage == "fit":
@@ -135,7 +135,8 @@ class LanguageDataModule(LanguageArguments):
         """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
         if self.task is not None and self.mixture is None and (split == "train" or self.eval_path is None):
             required = self.required if split == "train" else self.eval_required
-            return self._encode_and_report(task_records(self.task, split, n, required))
+            at_most = split != "train" and self.n_eval is None
+            return self._encode_and_report(task_records(self.task, split, n, required, at_most))
         from datamodules.language.on_demand import records_of
 
         return records_of(self, split, n, as_read)
@@ -255,10 +256,11 @@ class LanguageDataModule(LanguageArguments):
     @property
     def can_evaluate(self) -> bool:
         """Whether there are held-out records. A task makes them; others need an argument that names them."""
-        return bool(self.n_eval) and (self.task is not None or self.eval_path is not None or bool(self.eval_steps))
+        is_named = self.eval_path is not None or self.eval_split is not None
+        return self.n_held_out > 0 and (self.task is not None or is_named or self.eval_steps > 0)
 
     def val_dataloader(self) -> Any:
-        return self.evaluation() if self.n_eval and (self.eval_steps or not self.is_fitting) else []
+        return self.evaluation() if self.n_held_out and (self.eval_steps or not self.is_fitting) else []
 
     def test_dataloader(self) -> Any:
         return self.evaluation()
@@ -287,7 +289,7 @@ class LanguageDataModule(LanguageArguments):
         share, rest = divmod(records, ranks)
         if not share:
             raise UsageError(
-                f"n_eval={self.n_eval} gives {records} held-out records, less than one for each of {ranks} ranks"
+                f"n_eval={self.n_held_out} gives {records} held-out records, less than one for each of {ranks} ranks"
             )
         # Where weights are sharded, ranks call the model together, and must have as many records.
         if rest and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):

@@ -406,9 +406,9 @@ def require_held_out(data: Any, fits: bool) -> None:
     if not isinstance(dataset, datasets.Dataset) or not fits:
         return
     name = split_name(dataset)
-    if parse_split(data.eval_split)[0] != name:
+    if parse_split(data.held_out_split)[0] != name:
         raise UsageError(
-            f"eval_split={data.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
+            f"eval_split={data.held_out_split!r} is no part of dataset, a Dataset of {name!r} rows that "
             f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="
             f"'{name}[:90%]' and eval_split='{name}[90%:]', or set eval_steps=0"
         )

@@ -46,14 +46,16 @@ def as_record(
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
         if record.get(name) is None:
+            texts = [key for key, value in record.items() if isinstance(value, str) or _has_messages(value)]
+            advice = "give it as text, or as messages (token ids are not read)"
+            if texts or not record:
+                advice = f"columns maps one to it, as in {{{name}: {next(iter(texts), 'column')}}}"
             raise refuse(
                 place,
                 name,
                 "is null"
                 if name in record
-                else f"is missing, there is only {', '.join(record)}"
-                f"{did_you_mean(name, record)}; columns maps one to it, as in "
-                f"{{{name}: {next(iter(record), 'column')}}}",
+                else f"is missing, there is only {', '.join(record)}{did_you_mean(name, record)}; {advice}",
             )
     record["prompt"] = as_prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
@@ -66,6 +68,10 @@ def as_record(
             raise refuse(place, "answer", f"has no {answer_after!r}, as answer_after wants it to")
         record["answer"] = answer.strip()
     return PlacedRecord(record, place)
+
+
+def _has_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _refuse_other_formats(row: dict[str, Any], place: str) -> None:

@@ -76,9 +76,9 @@ class Source:
     def load(self, split: str, n: int | None, seed: int, **checks: Any) -> list[Record]:
         """Returns the source's records of a split; none of ``test`` where a file has no ``eval_path``."""
         place: dict[str, Any] = {"task": self.task, "path": self.path, "dataset": self.dataset}
-        part, n = self.dataset_split, self.n_train or n
+        part, own = self.dataset_split, self.n_train
         if split != "train":
-            part, n = self.eval_split, self.n_eval or n
+            part, own = self.eval_split, self.n_eval
             if self.eval_path is not None:
                 place = {"path": self.eval_path}
             elif self.path is not None:
@@ -90,9 +90,9 @@ class Source:
             answer_after=self.answer_after,
             dataset_split=part,
             split=split,
-            n=n,
+            n=own or n,
             seed=seed,
-            **checks,
+            **{**checks, "at_most": checks.get("at_most", False) and own is None},
         )
         for record in records:
             record[SOURCE] = self.name

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from datamodules.language.notices import notice
 from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, place_of, short
 from datamodules.language.tasks import Record, Task, make_task
+from datamodules.language.tasks.base import TooFew
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
@@ -80,15 +81,16 @@ def load_records(
     reshape: Callable[[Record, str], Record] | None = None,
     texts: Sequence[str] = TEXTS,
     as_read: bool = False,
+    at_most: bool = False,
 ) -> Sequence[Record]:
     """Records from exactly one source, with at least the ``required`` columns; a task synthesises ``chosen`` and
     ``rejected``. ``prompt`` is text or a list of messages. The arguments are those of the datamodules, and:
 
     ``split`` is that of a task, ``train`` or ``test``; files and datasets are taken whole. Of a task ``n`` records are
-    taken, of a file or dataset at most so many, drawn with ``seed``; None: all. ``reshape`` converts a row of a file or
-    dataset, given its place for messages, before its columns are checked; ``texts`` are those that must be text, or
-    numbers. With ``as_read`` the records of a file or dataset stay where they are; each is read and checked when it is
-    asked for.
+    taken, or under ``at_most`` all where it has fewer; of a file or dataset at most so many, drawn with ``seed``; None:
+    all. ``reshape`` converts a row of a file or dataset, given its place for messages, before its columns are checked;
+    ``texts`` are those that must be text, or numbers. With ``as_read`` the records of a file or dataset stay where they
+    are; each is read and checked when it is asked for.
 
     Raises:
         UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
@@ -98,7 +100,7 @@ def load_records(
         raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
-        return task_records(made, split, n, required)
+        return task_records(made, split, n, required, at_most)
     from datamodules.language.files import JsonlRows, describe_dataset, is_table, read_dataset
     from datamodules.language.formats import as_record
 
@@ -123,11 +125,20 @@ def load_records(
     return records if as_read else list(records)
 
 
-def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
-    """A task's records, or its preferences where ``rejected`` is required, checked as those of a file."""
+def task_records(task: Task, split: str, n: int | None, required: Sequence[str], at_most: bool = False) -> list[Record]:
+    """A task's records, or its preferences where ``rejected`` is required, checked as those of a file.
+
+    ``at_most`` takes all where there are fewer than ``n``, which is refused otherwise.
+    """
     what = f"task {task.name!r}"
+    make = task.preferences if "rejected" in required else task.records
     try:
-        records = list(task.preferences(split, n) if "rejected" in required else task.records(split, n))
+        try:
+            records = list(make(split, n))
+        except TooFew as few:
+            if not at_most:
+                raise
+            records = list(make(split, few.exist))
     except UsageError:
         raise
     except Exception as error:
@@ -239,11 +250,12 @@ def records_of(data: Any, split: str, n: int | None, as_read: bool) -> list[Reco
     is_task = data.task is not None and data.mixture is None
     checks: dict[str, Any] = {"reshape": data.reshape, "texts": TEXTS if is_task else data.texts}
     checks["required"] = data.required if split == "train" else data.eval_required
+    checks["at_most"] = split != "train" and data.n_eval is None
     columns = {"columns": data.columns, "answer_after": data.answer_after}
     if split != "train" and isinstance(data.eval_path, dict):
         from datamodules.language.mixture import held_out
 
-        return data._encode_and_report(held_out(data.eval_path, data.n_eval, seed=data.seed, **columns, **checks))
+        return data._encode_and_report(held_out(data.eval_path, data.n_held_out, seed=data.seed, **columns, **checks))
     if data.mixture is not None and (split == "train" or data.eval_path is None):
         return data._encode_and_report(data.mixture.load(split, n, **checks))
     source: dict[str, Any] = {"path": data.path, "dataset": data.dataset}
@@ -256,7 +268,7 @@ def records_of(data: Any, split: str, n: int | None, as_read: bool) -> list[Reco
     records: Any = load_records(
         **source,
         dataset_config=data.dataset_config,
-        dataset_split=data.dataset_split if split == "train" else data.eval_split,
+        dataset_split=data.dataset_split if split == "train" else data.held_out_split,
         split=split,
         n=n,
         seed=data.seed,

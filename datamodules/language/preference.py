@@ -84,7 +84,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
     eval_path: str | None = changed(
         says="JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from",
     )
-    n_eval = 1024
+    usual_n_eval = 1024
     # No completions are written.
     answer_after, reward_funcs, reward_time_limit_s = fixed(None), fixed(None), fixed(None)
     reward_workers, reward_overlap, correct_threshold = fixed(1), fixed(False), fixed(1.0)

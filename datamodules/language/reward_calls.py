@@ -2,10 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from threading import Timer
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ from datamodules.language.reward_arguments import (
 )
 from rl_modules.common.errors import UsageError, visible, what_happened
 from rl_modules.core.state import Stateful, persistent
+
+#: Seconds after which a call without a time limit is named.
+SLOW_S = 60.0
 
 
 class RewardFunctions(Stateful):
@@ -74,6 +79,7 @@ class RewardFunctions(Stateful):
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
         self._warned_of_none = False
+        self._is_slow: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -258,9 +264,10 @@ class RewardFunctions(Stateful):
         n = stop - start
         log, wait = begun or self._begin(call, start, stop)
         try:
-            values = wait()
-            if inspect.isawaitable(values):
-                values = self.loop.value_of(values, self.time_limit_s)
+            with self._noting_slowness(call.name, n):
+                values = wait()
+                if inspect.isawaitable(values):
+                    values = self.loop.value_of(values, self.time_limit_s)
         except (Exception, SystemExit) as error:
             if n <= 1:
                 call.failures.extend((call.first + i, error) for i in range(start, stop))
@@ -278,6 +285,27 @@ class RewardFunctions(Stateful):
             raise call.refusal(f"{len(values)} values for {n} completions")
         call.logs.append(log)
         return [call.reward(value, start + i, self.by_token) for i, value in enumerate(values)]
+
+    @contextmanager
+    def _noting_slowness(self, name: str, n: int) -> Iterator[None]:
+        """Says once of a function without a time limit that a call of it takes long, while it does."""
+
+        def note() -> None:
+            self._is_slow.add(name)
+            notice(
+                f"reward function {name!r} has taken {SLOW_S:g} s for {n} completions, and the run waits for it: "
+                "reward_time_limit_s bounds a call, reward_workers runs several at once"
+            )
+
+        timer = None if self.time_limit_s is not None or name in self._is_slow else Timer(SLOW_S, note)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _report(
         self, name: str, failures: list[tuple[int, BaseException]], records: Sequence[Any], completions: Sequence[str]

@@ -1,13 +1,14 @@
 """Stored rollouts: the completions of each generation with their records and rewards, which can be scored again."""
 
+import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from datamodules.language.files import JsonlRows
-from datamodules.language.reward_arguments import columns_of
+from datamodules.language.reward_arguments import columns_of, parameters_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rewards import load_reward_func
 from datamodules.language.tasks import make_task
@@ -35,11 +36,79 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
             **found,
             **own,
             "completion_ids": tokens[i][start[i] : start[i] + length[i]],
+            **({} if rollout.get("token_rewards") is None else {"by_token": True}),
         }
         lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     path = Path(folder) / f"generation-{generation:06d}-rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
+
+
+class StoredRewards:
+    """The rewards of a run's stored completions, with which a generation that is computed again is not scored again.
+
+    Args:
+        folder: of :func:`store`, files of one rank.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        #: By prompt and tokens, in the order of the generations: each row's generation and rewards.
+        self.rows: dict[tuple[str, tuple[int, ...]], list[tuple[int, dict[str, Any]]]] = {}
+        for file in sorted(Path(folder).glob("generation-*-rank-0.jsonl")):
+            for _, row in JsonlRows(file):
+                if not row.get("by_token"):  # one number does not tell a list of them
+                    key = _prompt_key(row["prompt"]), tuple(row["completion_ids"])
+                    self.rows.setdefault(key, []).append((int(file.name.split("-")[1]), row))
+
+    def instead_of(self, rewards: RewardFunctions, generation: Callable[[], int]) -> RewardFunctions:
+        """Returns reward functions that are called for completions alone that are not stored.
+
+        Args:
+            rewards: the run's.
+            generation: returns the number of the present generation; later ones may be written ahead.
+        """
+        funcs = [self._or_call(*each, generation) for each in zip(rewards.names, rewards.funcs, strict=True)]
+        return RewardFunctions(funcs, rewards.time_limit_s, rewards.workers)
+
+    def _or_call(self, name: str, func: Callable[..., Any], generation: Callable[[], int]) -> Callable[..., Any]:
+        parameters = parameters_of(func)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        further = [n for n in ("prompts", "completion_ids") if not takes_any and n not in parameters]
+
+        def stored(columns: dict[str, Any]) -> tuple[list[Any], list[int], dict[str, Any]]:
+            """The values by sample, the samples that have none, and the columns of these."""
+            now, values, others = generation(), [], []
+            for i, (prompt, ids) in enumerate(zip(columns["prompts"], columns["completion_ids"], strict=True)):
+                rows = [row for at, row in self.rows.get((_prompt_key(prompt), tuple(ids)), []) if at >= now]
+                values.append(rows[0].get(f"{_REWARD}{name}") if rows else None)
+                others += [] if rows else [i]
+            given = {key: value for key, value in columns.items() if key not in further}
+            part = {k: [v[i] for i in others] if isinstance(v, list) else v for k, v in given.items()}
+            return values, others, part
+
+        def call(**columns: Any) -> Any:
+            values, others, part = stored(columns)
+            for i, value in zip(others, func(**part) if others else [], strict=True):
+                values[i] = value
+            return values
+
+        async def call_later(**columns: Any) -> Any:
+            values, others, part = stored(columns)
+            for i, value in zip(others, await func(**part) if others else [], strict=True):
+                values[i] = value
+            return values
+
+        made: Any = call_later if inspect.iscoroutinefunction(func) else call
+        own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in further]
+        kept = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+        made.__signature__ = inspect.Signature([*kept, *own, *[p for p in parameters.values() if p not in kept]])
+        made.__name__ = name
+        return made
+
+
+def _prompt_key(prompt: Any) -> str:
+    """A prompt, text or messages, as :func:`store` writes it."""
+    return json.dumps(json.loads(json.dumps(prompt, default=str)), sort_keys=True)
 
 
 def rescore(paths: Sequence[Path], reward_funcs: Sequence[Any], task: str | None, output: Path) -> str:

@@ -40,6 +40,7 @@ _BEST = (
     "kth_value",
     "current_score",
     "best_at",
+    "monitor",
 )
 #: Packages whose callbacks log no metrics of a user's.
 _PACKAGES = ("lightning", "recipes", "rl_modules")
@@ -58,7 +59,7 @@ class Checkpoints(ModelCheckpoint):
     checkpoint stores it (:class:`recipes.callbacks.FiniteCheck`).
 
     Args:
-        monitor: metric that selects ``best.ckpt``; None: the algorithm's own.
+        monitor: metric that selects ``best.ckpt``; None: the algorithm's own, for pass@1 the reward while it is 0.
         mode: ``max`` or ``min``; used with ``monitor`` only.
         interval_s: least seconds of training between two writes of ``last.ckpt``. The first pauses are shorter, so that
             a short run can be resumed too.
@@ -88,6 +89,9 @@ class Checkpoints(ModelCheckpoint):
             enable_version_counter=False,
         )
         self._chosen = monitor is not None
+        #: The algorithm's own metric, and the one that selects the best while that is 0.
+        self._own: str | None = None
+        self.while_zero: str | None = None
         if interval_s < 0:
             raise UsageError(f"interval_s={interval_s} must not be negative")
         if not 0 < max_share <= 1:
@@ -145,6 +149,7 @@ class Checkpoints(ModelCheckpoint):
         own = getattr(pl_module, "best_metric", None)
         if own is not None and not self._chosen and stage == "fit":
             self.monitor, self.mode = own
+            self._own, self.while_zero = own[0], getattr(pl_module, "best_while_zero", {}).get(own[0])
             self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
         # A FiniteCheck among the user's callbacks replaces this one.
         self._finite = None if any(isinstance(other, FiniteCheck) for other in callbacks) else FiniteCheck()
@@ -152,8 +157,12 @@ class Checkpoints(ModelCheckpoint):
 
     def _forget_run(self) -> None:
         """Resets folder and best checkpoint of an earlier run; a resumed run loads its best later."""
-        self.dirpath = self.best_model_score = self.current_score = None
-        self.best_at = self.evaluated_at = None
+        self.dirpath = self.evaluated_at = None
+        self._forget_best()
+
+    def _forget_best(self) -> None:
+        """Resets the best checkpoint."""
+        self.best_model_score = self.current_score = self.best_at = None
         self.best_model_path = self.kth_best_model_path = ""
         self.best_k_models = {}
         self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
@@ -211,10 +220,21 @@ class Checkpoints(ModelCheckpoint):
         if not self.writes:
             return
         before = {name: copy.copy(getattr(self, name)) for name in _BEST}
+        if not trainer.sanity_checking:
+            self._choose_metric(trainer.callback_metrics)
         error = self._disk_error(trainer, lambda: super(Checkpoints, self).on_validation_end(trainer, pl_module))
         if (failure := trainer.strategy.broadcast(None if error is None else str(error))) is not None:
             vars(self).update(before)
             rank_zero_warn(f"The best checkpoint can't be written: {failure}. Training continues.")
+
+    def _choose_metric(self, metrics: dict[str, torch.Tensor]) -> None:
+        """Goes by another metric while the algorithm's own has been 0 in every evaluation, and by that one then."""
+        if self.while_zero not in metrics or self._own not in metrics:
+            return
+        is_zero = float(metrics[self._own]) == 0 and (self.monitor != self._own or self.best_model_score is None)
+        if self.monitor != (wanted := self.while_zero if is_zero else self._own):
+            self.monitor = wanted
+            self._forget_best()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._finite is not None:
@@ -356,6 +376,8 @@ class Checkpoints(ModelCheckpoint):
         self._saved_settings = state_dict["settings"]
         self.evaluated_at = state_dict.get("evaluated_at")
         best = os.path.join(str(self.dirpath), "best.ckpt")
+        if self.while_zero is not None and state_dict["monitor"] == self.while_zero:
+            self.monitor = self.while_zero
         # The best checkpoint by another metric is not comparable.
         if (state_dict["monitor"], state_dict.get("mode", self.mode)) != (self.monitor, self.mode):
             return

@@ -136,7 +136,7 @@ class EpisodeWriter(BasePredictionWriter):
     """Writes one row per predicted episode: number, return, length, seed (of episodes that are seeded one by one).
 
     Args:
-        path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
+        path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced, a missing folder is made.
 
     Raises:
         UsageError: another ending.
@@ -156,6 +156,7 @@ class EpisodeWriter(BasePredictionWriter):
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
         rows = self.rows(predictions)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", encoding="utf-8", newline="") as file:
             if self.path.suffix == ".jsonl":
                 file.writelines(json.dumps(finite(row)) + "\n" for row in rows)

@@ -59,6 +59,20 @@ class TransitionProgressBar(ProgressBar):
         done, total = self.counts(trainer)
         self._task = self._progress.add_task(type(pl_module).__name__, total=total, completed=done, fps="", result="")
         self._progress.start()
+        self.watch_evaluations(trainer)
+
+    def watch_evaluations(self, trainer: L.Trainer) -> None:
+        """Shows how far an evaluation is that takes longer than a second."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        most = data.eval_max_steps
+
+        def tell(steps: int) -> None:
+            if self._progress is not None:
+                text = f"evaluating: step {steps:,} of an episode, eval_max_steps={most:,}"
+                self._progress.update(self._task, result=text)
+                self._progress.refresh()
+
+        data.watch.tell = tell
 
     def start(self, trainer: L.Trainer) -> None:
         """Called at the start of a run; the datamodule measures the speed of transitions itself."""
@@ -114,6 +128,9 @@ class StepProgressBar(TransitionProgressBar):
     def start(self, trainer: L.Trainer) -> None:
         """Begins to measure the speed."""
         self._started = time.monotonic(), trainer.global_step
+
+    def watch_evaluations(self, trainer: L.Trainer) -> None:
+        """Does nothing: a language model's evaluation ends with its longest completion."""
 
     def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
         """Returns the optimizer steps so far and their total; a total of None means that the run has no end."""

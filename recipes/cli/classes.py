@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import lightning as L
+import torch
 import yaml
 from jsonargparse._loaders_dumpers import yaml_load
 
@@ -74,6 +75,17 @@ def _resolve(group: str, path: str) -> type:
     return found
 
 
+def known_classes(argument: str) -> list[str]:
+    """Returns the names of classes that an argument takes without their module; none where any text may be right."""
+    bases: dict[str, list[type]] = {
+        "callbacks": [L.Callback],
+        "optimizer": [torch.optim.Optimizer],
+        "lr_scheduler": [torch.optim.lr_scheduler.LRScheduler],
+    }
+    found = {cls.__name__ for base in bases.get(argument, ()) for cls in _subclasses(base)}
+    return sorted(name for name in found if not name.startswith("_"))
+
+
 def _subclasses(cls: type) -> Iterator[type]:
     sub: type
     for sub in cls.__subclasses__():
@@ -106,8 +118,9 @@ def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], 
             raise UsageError(unknown_option(place, dict(chosen)))
         for part in value if name in NAMES_CLASSES and isinstance(value, list) else [value]:
             path = part.get("class_path") if isinstance(part, dict) else part
-            if name in NAMES_CLASSES and isinstance(path, str) and "." in path:
-                load_object(path, place)  # raises what is wrong in the user's file
+            known = known_classes(name)
+            if name in NAMES_CLASSES and isinstance(path, str) and ("." in path or (known and path not in known)):
+                load_object(path, place, known)  # raises what is wrong in the name, or in the user's file
         setting = settings_of(owners[group]).get(name) if name and not deeper else None
         if setting is not None and ({*setting.kinds} <= _NUMBERS or setting.check is not None):
             setting.checked(place.replace(".init_args", ""), value)

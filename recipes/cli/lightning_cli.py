@@ -34,11 +34,14 @@ from rl_modules.common.loading import load_object
 from rl_modules.common.named_code import refuse_named
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.core.seams import check_pairing
+from rl_modules.core.settings import Setting
 
 # A default of StochasticWeightAveraging's; the recorded config holds its name.
 register_type(torch.device)
 
 
+#: Seeds that NumPy takes too.
+SEED = Setting(None, "the seed of everything random", least=0, most=2**32 - 1).of_kind(int)
 #: Environment variables of programs that start a process per machine.
 LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
@@ -140,7 +143,7 @@ class RLCLI(LightningCLI):
         seed = config.get("seed_everything")
         if seed is False or seed is None:
             return
-        seed = runs.drawn_seed() if seed is True else int(seed)
+        seed = runs.drawn_seed() if seed is True else SEED.checked("seed_everything", seed)
         config["seed_everything"] = seed  # the recorded config runs the same again
         L.seed_everything(seed, workers=True, verbose=False)
         if config.get("data") is not None and "seed" in arguments_of(load_object(config["data"]["class_path"], "data")):

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import yaml
 
+from datamodules.language.rollouts import StoredRewards
 from recipes import saved_runs
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.stops import plain_batch
@@ -79,13 +80,24 @@ def checkpoints_of(run: Path) -> list[Saved]:
 
 
 class Recomputation(RLCLI):
-    """``rl fit`` of a recorded config in another folder, without a summary."""
+    """``rl fit`` of a recorded config in another folder, without a summary.
+
+    With ``rewards``, completions that the run stored have the rewards that it stored, and no function is called.
+    """
 
     summarizes = False
 
-    def __init__(self, args: list[str], callbacks: Sequence[L.Callback], observe: Any) -> None:
-        self.own_callbacks, self.observe = list(callbacks), observe
+    def __init__(
+        self, args: list[str], callbacks: Sequence[L.Callback], observe: Any, rewards: StoredRewards | None = None
+    ) -> None:
+        self.own_callbacks, self.observe, self.rewards = list(callbacks), observe, rewards
         super().__init__("fit", args)
+
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        data: Any = self.datamodule
+        if self.rewards is not None:  # so it is a PromptDataModule, which alone stores them
+            data.rewards = self.rewards.instead_of(data.rewards, lambda: data.generation)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         trainer: Any = super()._instantiate_trainer(config, callbacks)
@@ -121,6 +133,15 @@ def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]
             yield folder, ["--config", str(folder / "config.yaml")]
         except Stopped as stopped:  # its checkpoint goes with the folder
             raise SystemExit(128 + stopped.signum) from None
+
+
+def with_stored_rewards(arguments: list[str]) -> tuple[list[str], StoredRewards | None]:
+    """Returns arguments that write no rollouts over the run's own, and the rewards of these; None where it has none."""
+    config = Path(arguments[arguments.index("--config") + 1])
+    folder = (yaml.safe_load(config.read_text("utf-8"))["data"].get("init_args") or {}).get("rollouts_path")
+    if folder is None or not Path(folder).is_dir():
+        return arguments, None
+    return [*arguments, "--data.rollouts_path=null"], StoredRewards(folder)
 
 
 class UpdateRecorder(L.Callback):
@@ -227,11 +248,12 @@ def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dic
     start = max((one for one in saved if one.step < step), key=lambda one: one.position, default=None)
     recorder = UpdateRecorder(step, interactive)
     with settings(run, start) as (_, arguments):
+        arguments, rewards = with_stored_rewards(arguments)
         print(
             f"update {step} of {run}, from {'its beginning' if start is None else f'{start.name}.ckpt, {start.step}'}"
         )
         with contextlib.suppress(Reached):
-            Recomputation(arguments, [recorder], None)
+            Recomputation(arguments, [recorder], None, rewards)
     if recorder.update is None:
         raise UsageError(f"{run} has no update {step}: recomputed, it ended before")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -168,7 +168,8 @@ class Distillation(PolicyWithReference):
         words = text_config(self.model.config).vocab_size
         if self.wants_reference:
             with torch.no_grad(), self.reference_model() as teacher:
-                theirs, other_size = logits_by_tiles(teacher, place, **inputs)
+                read = {**inputs, "input_ids": self.readable(inputs["input_ids"])}
+                theirs, other_size = logits_by_tiles(teacher, place, **read)
                 # Models with one tokenizer may have vocabularies that are padded to different sizes.
                 words = min(words, text_config(teacher.config).vocab_size)
             size = min(size, other_size)
@@ -194,6 +195,17 @@ class Distillation(PolicyWithReference):
             else torch.cat([checkpoint(of, part, use_reentrant=False) for part in parts], -1)
         )
         return found[0], found[1].detach()
+
+    def readable(self, tokens: Tensor) -> Tensor:
+        """Returns tokens with padding in place of those that only the student's larger vocabulary has.
+
+        They are beyond the tokenizer's words, and stand for no text; a student with untrained rows may write them.
+        """
+        with self.reference_model() as teacher:
+            known = text_config(teacher.config).vocab_size
+        if known >= text_config(self.model.config).vocab_size:
+            return tokens
+        return tokens.where(tokens < known, int(self.tokenizer.pad_token_id))
 
     @property
     def served_teacher(self) -> Any:
@@ -240,6 +252,8 @@ class Distillation(PolicyWithReference):
         if self.distillation_objective == "policy_gradient":
             passes = in_parts(self.forward_rows, rollout, self.evaluate_completions, self.filter_of(rollout))
             fields["log_prob"] = passes["log_prob"]
+            # The teacher has no probability of a token that it does not know.
+            mask = fields["mask"] = mask & passes["known"]
             fields["advantage"] = F.distillation_advantage(passes["log_prob"], passes["teacher_log_prob"], mask)
             self.record(mask.sum(), reverse_kl=-F.masked_mean(fields["advantage"], mask))
         self.record_generation(rollout)
@@ -248,10 +262,17 @@ class Distillation(PolicyWithReference):
     def evaluate_completions(
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
     ) -> dict[str, Tensor]:
-        """Returns log q and log p of the completions' tokens, [b, L] each."""
-        text = (tokens, prompt_length, length)
-        log_prob, _ = completion_log_probs(self.model, *text, self.temperature, filtered=filtered)
-        return {"log_prob": log_prob, "teacher_log_prob": reference_log_probs_of(self, *text, filtered)}
+        """Returns log q and log p of the completions' tokens, and whether the teacher knows them, [b, L] each."""
+        where = (prompt_length, length)
+        log_prob, _ = completion_log_probs(self.model, tokens, *where, self.temperature, filtered=filtered)
+        read = self.readable(tokens)
+        place = prompt_length.unsqueeze(1) + torch.arange(log_prob.shape[1], device=tokens.device)
+        known = (read == tokens).gather(1, place.clamp(max=tokens.shape[1] - 1))
+        return {
+            "log_prob": log_prob,
+            "teacher_log_prob": reference_log_probs_of(self, read, *where, filtered),
+            "known": known,
+        }
 
     # ---------------------------------------------------------------- one minibatch
 

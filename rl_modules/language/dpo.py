@@ -151,20 +151,29 @@ class DPO(PreferencePolicy):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, _ = pair_log_probs(self.model, batch)
         metrics = self.pair_metrics(log_prob, batch, "train")
-        b, loss = len(batch["lengths"]), metrics["loss"]
+        b = len(batch["lengths"])
         self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
-        total = loss * (b * batch["n_micro"] / batch["step_pairs"])
+        total = metrics.pop("loss") * (b * batch["n_micro"] / batch["step_pairs"])
         if weight := self.likelihood_weight:
-            likelihood, tokens = -log_prob[:b].sum(), batch["lengths"][:, 1].sum()
-            total = total + weight * likelihood * (batch["n_micro"] / batch["step_chosen_tokens"])
-            self.record(tokens, nll_loss=likelihood / tokens)
+            likelihood, tokens = self.likelihood(log_prob, batch)
+            total = total + weight * likelihood * (tokens * batch["n_micro"] / batch["step_chosen_tokens"])
+            self.record(tokens, nll_loss=likelihood.detach())
         self.record(b, **metrics)
+        self.record(loss=total.detach())
         return total
 
     def log_held_out(self, batch: dict[str, Any]) -> None:
-        metrics = self.pair_metrics(pair_log_probs(self.model, batch)[0], batch, "eval")
+        log_prob, _ = pair_log_probs(self.model, batch)
+        metrics = self.pair_metrics(log_prob, batch, "eval")
+        if weight := self.likelihood_weight:
+            metrics["loss"] = metrics["loss"] + weight * self.likelihood(log_prob, batch)[0]
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
+
+    def likelihood(self, log_prob: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns the chosen answers' negative log-likelihood per token, and their number of tokens."""
+        tokens = batch["lengths"][:, 1].sum()
+        return -log_prob[: len(batch["lengths"])].sum() / tokens, tokens
 
     def implicit_rewards(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         sums = self.sums(pair_log_probs(self.model, batch)[0], batch).chunk(2)

@@ -226,6 +226,8 @@ class GRPO(PolicyWithReference):
         super()._setup(stage)
         if stage == "fit":
             self._check_groups()
+            if type(self).rewards is GRPO.rewards:
+                self.require_rewards()
 
     def _check_groups(self) -> None:
         """Refuses groups of one completion where the baseline is the group's; warns of a level that is not GSPO's."""

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from rl_modules.language.sampling import Completions, Sampler, SamplingSettings,
 from rl_modules.language.sampling.check import CACHES
 from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.sampling.turns import converse
+from rl_modules.language.sampling.vllm import require_vllm
 from rl_modules.language.scoring import prepare_head, tokens_written
 from rl_modules.language.throughput import Stopwatch
 from rl_modules.loggers import adapters
@@ -67,6 +68,8 @@ class LanguagePolicy(LanguageModule):
     max_completion_length: int = setting(default=256, says="maximum number of tokens per completion", least=1)
 
     best_metric = ("eval/pass@1", "max")
+    #: What selects the best checkpoint while a metric is 0 in every evaluation; that metric then says nothing.
+    best_while_zero: ClassVar[dict[str, str]] = {"eval/pass@1": "eval/reward"}
     #: Whether the datamodule lets completions be written ahead of training, with older weights (``async_generations``).
     samples_ahead = False
 
@@ -79,6 +82,8 @@ class LanguagePolicy(LanguageModule):
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
         self._forget_weights()
+        if self.sampler_name == "vllm":
+            require_vllm("sampler=vllm")
         if self.sampler_name == "vllm_server" and self._sampler_run is None:
             self._sampler_run = self.trainer.strategy.broadcast(uuid.uuid4().hex)
 
@@ -193,6 +198,10 @@ class LanguagePolicy(LanguageModule):
         """Logs the loss and metrics of a batch of held-out demonstrations or pairs."""
         raise NotImplementedError
 
+    def weights_of(self, reward_names: Sequence[str]) -> list[float] | None:
+        """Returns the weights of reward functions in the reward; None: all 1."""
+        return None
+
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         return batch
 
@@ -215,6 +224,9 @@ class LanguagePolicy(LanguageModule):
         columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
         for name, column, counts, n in columns:
             self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
+        if batch["reward_names"]:
+            reward = F.combine_rewards(rewards, self.weights_of(batch["reward_names"]))
+            self.log_evaluation({"eval/reward": F.masked_mean(reward, ~reward.isnan())}, int((~reward.isnan()).sum()))
         self.log_logged(batch.get("logged", {}))
         if batch_idx == 0 and self.trainer.is_global_zero:
             table = {"prompt": batch["prompts"], "completion": batch["texts"]}

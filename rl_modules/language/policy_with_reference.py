@@ -1,7 +1,7 @@
 """Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,12 @@ def check_reward_weights(name: str, weights: Any) -> Any:
     if not is_list or not all(math.isfinite(real_number(name, weight)) for weight in weights):
         raise UsageError(f"{name}={weights!r} must be a list of finite numbers, one per reward")
     return weights
+
+
+def require_some(rewards: Sized) -> None:
+    """Refuses completions that nothing rewards."""
+    if not len(rewards):
+        raise UsageError("no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path")
 
 
 def without_reference(module: "PolicyWithReference") -> str | None:
@@ -197,6 +203,16 @@ class PolicyWithReference(LanguagePolicy):
 
     # ---------------------------------------------------------------- rewards
 
+    def require_rewards(self) -> None:
+        """Refuses a run without any reward, which its first generation would refuse.
+
+        Raises:
+            UsageError: neither the datamodule nor this module has a source of rewards.
+        """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.hparams["reward_model_name_or_path"] is None and hasattr(data, "rewards"):
+            require_some(data.rewards)
+
     def combined_rewards(self, rollout: Rollout) -> Tensor:
         """Returns the weighted sum of all rewards of each completion, [B]; NaN if none applies.
 
@@ -212,17 +228,20 @@ class PolicyWithReference(LanguagePolicy):
             score = self.reward_model_scores(rollout)
             rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
             rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
-        if not rollout["reward_names"]:
-            raise UsageError(
-                "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
-            )
-        names, weights = rollout["reward_names"], self.reward_weights
-        if weights is not None and len(weights) != len(names):
+        require_some(rollout["reward_names"])
+        return F.combine_rewards(rollout["rewards"], self.weights_of(rollout["reward_names"]))
+
+    def weights_of(self, reward_names: Sequence[str]) -> list[float] | None:
+        weights = self.reward_weights
+        if weights is None:
+            return None
+        judged = [] if self.reward_model is None or "reward_model" in reward_names else ["reward_model"]
+        if len(weights) != len(names := [*reward_names, *judged]):
             raise UsageError(
                 f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
                 f"{', '.join(names)}; give one for each"
             )
-        return F.combine_rewards(rollout["rewards"], weights)
+        return weights[: len(reward_names)]
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""

@@ -130,6 +130,11 @@ class RLHFPPO(PolicyWithReference):
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
 
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
+        if stage == "fit" and type(self).rewards is RLHFPPO.rewards:
+            self.require_rewards()
+
     # ---------------------------------------------------------------- models
 
     @property

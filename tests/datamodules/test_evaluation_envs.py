@@ -13,10 +13,11 @@ from datamodules.base import ControlDataModule
 from datamodules.envs import vector
 from datamodules.envs.boundary import require_finite_evaluation
 from datamodules.envs.vector import make_vector_env
-from datamodules.evaluation import run_episodes
+from datamodules.evaluation import Watch, run_episodes
 from recipes.callbacks import Checkpoints
 from rl_modules import PPO, SAC
 from rl_modules.common.errors import UsageError
+from tests.conformance.envs import Endless
 from tests.ranks import on_ranks
 from tests.training import fit
 
@@ -163,6 +164,17 @@ def test_an_episode_that_does_not_say_so_is_no_success_and_nothing_is_made_up():
     assert told["success"].tolist() == [1.0, 0.0, 1.0, 0.0]
     silent = run_episodes(Alternates(), make_vector_env(lambda: Succeeds("none"), 1), [4], n_episodes=4)
     assert "success" not in silent
+
+
+def test_others_see_how_far_an_evaluation_is_and_what_was_cut(monkeypatch):
+    monkeypatch.setattr("datamodules.evaluation.TOLD_EVERY_S", 0.0)
+    seen = []
+    watch = Watch(tell=seen.append)
+    with pytest.warns(UserWarning, match="2 evaluation episodes were cut"):
+        run_episodes(Alternates(), make_vector_env(Endless, 2), [4, 5], n_episodes=4, max_steps=3, watch=watch)
+    assert seen == [0, 1, 2] and watch.cut == 2
+    run_episodes(Alternates(), make_vector_env(Succeeds, 1), [4], n_episodes=1, watch=watch)
+    assert watch.cut == 0
 
 
 def test_the_success_rate_is_logged():

@@ -598,6 +598,8 @@ def test_buffer_beyond_memory_is_refused_with_what_would_fit():
     ({"gradient_steps": 0}, "gradient_steps=0 must be at least 1, or -1"),
     ({"learning_starts": 200}, r"learning_starts=200 must lie in \[0, total_timesteps=200\)"),
     ({"buffer_size": 30, "train_freq": 8, "n_envs": 2}, "buffer_size=30 must be at least 32"),
+    *(({"train_freq": wrong}, "train_freq=.* must be a number of steps, or")
+      for wrong in ("non_sense", {}, "4", True, [True, "step"], [1, "day"])),
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
     ({"rollouts_per_epoch": 0}, "rollouts_per_epoch=0 must be at least 1"),
     ({"prioritized_replay": True, "prioritized_replay_eps": 0.0}, "prioritized_replay_eps=0.0 must be a finite number"),

@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -84,6 +85,18 @@ def test_a_greedy_policy_s_return_is_that_of_its_walk():
     assert one_world.greedy_return(Player([2, 2, 1]), None) == 10
     assert one_world.greedy_return(Player([2, 1]), None) == -10
     assert one_world.greedy_return(Player([0] * 8), None) == 0
+
+
+def test_a_learner_that_misses_its_target_is_marked_and_the_exit_status_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(one_world, "CONTROL", {})
+    for regret, code in ((0.1, 0), (10.1, 1)):
+        monkeypatch.setattr(one_world, "language_model", lambda folder, seed, best, last=regret: [(0, 14.7), (8, last)])
+        with pytest.raises(SystemExit) if code else nullcontext():
+            one_world.main(["--folder", str(tmp_path)])
+        out, err = capsys.readouterr()
+        assert ("| language model | 10.1000 | missed |" in out) == bool(code)
+        assert ("error: the regret of language model is 10.1; the target is at most 0.5" in err) == bool(code)
+        assert "| value iteration | 0.0000 |  |" in out
 
 
 @pytest.mark.parametrize(("words", "says"), [

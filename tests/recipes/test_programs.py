@@ -4,6 +4,7 @@ import importlib
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@pytest.mark.parametrize(("target", "code"), [(None, 0), (2.0, 0), (2.5, 1)])
+def test_a_program_that_misses_its_target_says_so_and_fails(
+    target: float | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(Trainer, "raises_when_stopped", False)
+    with pytest.raises(SystemExit) if code else nullcontext():
+        run_program(lambda: 2.0, "ppo/cartpole.yaml", target)
+    err = capsys.readouterr().err
+    assert err == ("error: the result of the test is 2; the target is at least 2.5\n" if code else "")
 
 
 def test_words_make_it_the_command_line_with_the_default_config(

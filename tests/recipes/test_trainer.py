@@ -30,6 +30,7 @@ from recipes.run import LOCK
 from rl_modules import PPO, SFT
 from rl_modules.common.errors import UsageError
 from tests import chaos
+from tests.conformance.envs import Endless
 
 SMALL = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 2, "total_timesteps": 1024, "eval_freq": 512,
          "n_eval_episodes": 2, "n_test_episodes": 3}  # fmt: skip
@@ -63,6 +64,25 @@ def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
     assert one.keys() == other.keys()
     assert one["rollout/ep_rew_mean"] == other["rollout/ep_rew_mean"]
     assert {path.name for path in here.glob("logs/*/version_0/checkpoints/*")} >= {"best.ckpt", "last.ckpt"}
+
+
+@pytest.mark.long
+def test_a_language_run_s_last_evaluation_is_one_point(here):
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2}  # fmt: skip
+    data = InstructionDataModule("addition", n_train=8, batch_size=4, n_eval=4, eval_steps=1)
+    Trainer(max_steps=2, accelerator="cpu").fit(SFT(model_config=small, max_completion_length=2), data)
+    [folder] = here.glob("logs/*/version_0")
+    for name, points in curves.points(folder).items():
+        if name.startswith("eval/"):
+            assert [step for step, _ in points] == [0, 1, 2], name
+
+
+@pytest.mark.long
+def test_the_summary_names_what_cut_an_evaluation(here, capsys):
+    data = RolloutDataModule(Endless, **{**SMALL, "eval_freq": 0, "n_test_episodes": 2, "eval_max_steps": 20})
+    Trainer(accelerator="cpu").fit(PPO(), data)
+    assert re.search(r"evaluation +2 episodes did not end .* eval_max_steps=20 steps", capsys.readouterr().out)
 
 
 def test_lightnings_own_bar_shows_the_mean_return(make_trainer):

@@ -26,6 +26,19 @@ DRAWN = 10_000
 FRUITLESS = 20_000
 
 
+class TooFew(UsageError):
+    """Raised if a split has fewer records than asked for.
+
+    Args:
+        message: for the user.
+        exist: how many there are.
+    """
+
+    def __init__(self, message: str, exist: int) -> None:
+        super().__init__(message)
+        self.exist = exist
+
+
 @dataclass(eq=False)
 class Task:
     """A family of questions with a verifier. A custom task is a subclass that defines the questions (``questions`` with
@@ -112,7 +125,7 @@ class Task:
             Records with ``prompt``, ``answer``, ``completion`` (a demonstration without EOS) and the task's columns.
 
         Raises:
-            UsageError: an unknown split, or fewer than ``n`` questions.
+            UsageError: an unknown split, or, as :class:`TooFew`, fewer than ``n`` questions.
         """
         solver = self._generator("demonstrations", split)
         return [self.record(question, solver) for question in self._choose(split, n)]
@@ -228,9 +241,10 @@ class Task:
 
     def _enough(self, split: str, n: int, exist: int) -> int:
         if n > exist:
-            raise UsageError(
+            raise TooFew(
                 f"n={n} records of task {self.name!r} were asked for, but its {split} split has only {exist} with "
-                f"different prompts; lower {'n_train' if split == 'train' else 'n_eval'}"
+                f"different prompts; lower {'n_train' if split == 'train' else 'n_eval'}",
+                exist,
             )
         return n
 

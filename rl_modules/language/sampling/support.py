@@ -93,9 +93,10 @@ class Filter:
                 begin = self.kept_count.cumsum(1)[r, c] - count
                 of, within = _places(count)
                 # Where nothing was drawn, as in what a dialogue's model reads, no list was written.
-                left_out = (count > 0).unsqueeze(1).expand(-1, words).clone()
-                left_out[of, self.kept[r[of], begin[of] + within].long()] = False
-                logits = logits.masked_fill(left_out, -torch.inf)
+                left_out = (count > 0).unsqueeze(1).expand(-1, words + 1).clone()
+                # The sampler's vocabulary may have been padded to more words, all of which the last column stands for.
+                left_out[of, self.kept[r[of], begin[of] + within].long().clamp(max=words)] = False
+                logits = logits.masked_fill(left_out[:, :words], -torch.inf)
             return logits
 
         return process

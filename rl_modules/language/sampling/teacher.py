@@ -44,6 +44,7 @@ class TeacherService:
         model = make_model(make_config(folder, None, tokenizer, False), folder, "causal", "float32", None)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.tokens, self.longest = digest_of(tokenizer), max_length(model.config)
+        self.pad = int(tokenizer.pad_token_id)
         self.posts = {"/score": self.score}
 
     def health(self) -> dict[str, Any]:
@@ -59,12 +60,13 @@ class TeacherService:
             raise UsageError("the teacher's tokenizer has other tokens than the student's; give both the same")
         rows = []
         for text, begin in zip(asked["texts"], asked["begin"], strict=True):
-            if not (1 <= begin < len(text) <= self.longest and max(text) < words):
+            if not 1 <= begin < len(text) <= self.longest:
                 raise UsageError(
                     f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 "
-                    f"to {self.longest} tokens of {words}"
+                    f"to {self.longest} tokens"
                 )
-            tokens = torch.tensor([text], device=self.model.device)
+            # The student's vocabulary may be padded to more words, which stand for no text.
+            tokens = torch.tensor([[t if t < words else self.pad for t in text]], device=self.model.device)
             logits = self.model(input_ids=tokens, use_cache=False).logits[0, begin - 1 : -1].float()
             found = (logits / asked["temperature"]).log_softmax(-1).topk(min(asked["top_k"], words))
             rows.append({"ids": found.indices.tolist(), "log_prob": found.values.clamp(min=-1e6).tolist()})

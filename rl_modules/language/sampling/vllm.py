@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,6 +29,15 @@ _FEW = 1024
 def unties(kind: str) -> bool:
     """Whether an engine needs a separate output layer: vLLM's CPU build packs a tied one once."""
     return kind == "vllm" and not torch.cuda.is_available()
+
+
+def require_vllm(argument: str) -> None:
+    """Raises where vLLM is not installed, without the seconds that its import takes."""
+    if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
+        raise UsageError(
+            f"{argument} needs a package that is not installed: pip install vllm (the build for a CPU: "
+            "docs/language/sampling.md); or take native, the model's own decoding"
+        )
 
 
 class VLLMEngine:
@@ -108,10 +119,8 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise UsageError("sampler=vllm needs vLLM, which is not installed; see docs/language/sampling.md") from error
+    from vllm import LLM
+
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
         return LLM(

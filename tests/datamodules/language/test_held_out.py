@@ -47,6 +47,17 @@ def test_a_file_of_held_out_records_counts_beside_every_source(kind, held_out):
     assert evaluated(**sources[kind], eval_path=held_out) == ["40+1="]
 
 
+def test_a_split_that_is_named_is_evaluated_without_an_interval():
+    splits = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(HELD_OUT))
+    data = InstructionDataModule(dataset=splits, eval_split="test", batch_size=4)
+    assert data.can_evaluate and not InstructionDataModule(dataset=splits, batch_size=4).can_evaluate
+    model = SFT(model_config=TINY, max_completion_length=2)
+    trainer = fit(model, data, max_steps=1)
+    assert data.eval_records == []  # none within training
+    trainer.test(model, data, verbose=False)
+    assert [record["prompt"] for record in data.eval_records] == ["40+1="]
+
+
 def test_a_run_is_not_evaluated_on_its_training_rows_unless_it_is_asked_for():
     table = Dataset.from_list(ROWS)
     with pytest.raises(UsageError, match=r"eval_split='test' is no part of dataset.*dataset_split='train\[:90%\]'"):

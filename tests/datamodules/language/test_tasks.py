@@ -2,14 +2,21 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language.on_demand import load_records
-from datamodules.language.tasks import Task, make_task
+from datamodules.language.tasks import TASKS, Task, make_task
 from datamodules.language.tasks.base import fill
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import ALPHABET
+from tests.training import fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
 
 
 def prompts(task, split, n=None):
@@ -217,6 +224,38 @@ def test_all_records_of_a_task_are_as_many_as_can_be_drawn(monkeypatch):
     assert sorted(found) == list("0123456")
     with pytest.raises(UsageError, match=r"n=8 records .* has only \d with different prompts"):
         Seven().records("train", 8)
+
+
+def held_out(**arguments):
+    data = PromptDataModule(batch_size=8, eval_steps=1, **arguments)
+    fit(GRPO(model_config=TINY, max_completion_length=2), data, max_steps=1)
+    return data.eval_records
+
+
+@pytest.mark.long
+def test_the_usual_number_of_held_out_records_is_what_a_task_has_and_a_given_one_is_refused():
+    listed = make_task("paths").records("test", None)
+    assert len(held_out(task="paths")) == len(listed) < 256
+    mixed = held_out(task=[{"name": "paths"}, {"name": "addition"}])
+    assert Counter(record["data_source"] for record in mixed) == {"paths": len(listed), "addition": 128}
+    for given in ({"task": "paths", "n_eval": 100}, {"task": [{"name": "paths", "n_eval": 100}]}):
+        with pytest.raises(UsageError, match=r"n=100 records of task 'paths' .* has only \d+ .*; lower n_eval"):
+            held_out(**given)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", [*TASKS, "reasoning_gym:chain_sum"])
+def test_every_task_runs_with_every_module_that_takes_it_by_defaults_alone(task):
+    small = {"model_config": TINY, "max_completion_length": 2}
+    writers = [SFT(**small), KTO(**small), DPO(**small), RewardModel(model_config=TINY)]
+    for model in [*writers, GRPO(**small), RLOO(**small), RLHFPPO(**small)]:
+        kinds = {"prompts": PromptDataModule, "demonstrations": InstructionDataModule}
+        data = kinds.get(model.learns_from, PreferenceDataModule)(task)
+        if isinstance(data, PreferenceDataModule) and type(data.task).preferences is Task.preferences:
+            continue  # it has no preferences
+        trainer = fit(model, data, max_steps=1)
+        [metrics] = trainer.test(model, data, verbose=False)
+        assert trainer.global_step == 1 and metrics
 
 
 def test_a_number_as_answer_is_compared_as_text():

@@ -259,6 +259,44 @@ def test_a_disk_without_room_for_the_best_checkpoint_costs_no_run(
     assert (callback.best_model_path, callback.best_model_score, callback.best_k_models) == ("", None, {})
 
 
+class Success(L.LightningModule):
+    """Logs a pass@1 and a reward of each evaluation."""
+
+    best_metric, best_while_zero = ("eval/pass@1", "max"), {"eval/pass@1": "eval/reward"}
+
+    def __init__(self, *evaluations: tuple[float, float]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.evaluations = list(evaluations)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        right, reward = self.evaluations[self.trainer.global_step - 1]
+        self.log_dict({"eval/pass@1": right, "eval/reward": reward})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize(("evaluations", "monitor", "best_at"), [
+    ([(0.0, -3.0), (0.0, -1.0), (0.0, -2.0)], "eval/reward", 2),  # the last of equal pass@1 would be 3
+    ([(0.0, -1.0), (0.1, -9.0), (0.0, -0.5)], "eval/pass@1", 2),
+    ([(0.2, -1.0), (0.0, -0.5), (0.0, -0.1)], "eval/pass@1", 1),
+])  # fmt: skip
+def test_the_reward_selects_the_best_while_pass_at_1_is_zero(
+    evaluations: list[tuple[float, float]], monitor: str, best_at: int, tmp_path: Path
+) -> None:
+    best = Checkpoints()
+    rows = torch.utils.data.DataLoader(torch.zeros(3, 1), batch_size=1)
+    trainer = L.Trainer(max_epochs=1, val_check_interval=1, num_sanity_val_steps=0, callbacks=[best], logger=False,
+                        accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False)  # fmt: skip
+    trainer.fit(Success(*evaluations), rows, torch.utils.data.DataLoader(torch.zeros(1, 1)))
+    assert (best.monitor, best.best_at) == (monitor, best_at)
+    assert torch.load(best.best_model_path, weights_only=True)["global_step"] == best_at
+
+
 def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(PPO(), ppo_data(), **saving(tmp_path, KillAfter(3)))

@@ -71,6 +71,34 @@ def without_intermediate(folder: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.long
+def test_replay_reads_stored_rewards_and_computes_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paid = (
+        "async def paid(completions, **columns):\n    open('calls', 'a').write('x')\n"
+        "    return [len(text) % 3 - 1.0 for text in completions]\n"
+        "def free(prompts, completions):\n    open('calls', 'a').write('y')\n    return [0.5] * len(prompts)\n"
+    )
+    (tmp_path / "mine_paid.py").write_text(paid)
+    small = "{hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1}"
+    main(["fit", "--model", "GRPO", f"--model.model_config={small}", "--model.max_completion_length=4", "--data",
+          "PromptDataModule", "--data.task=addition", "--data.batch_size=8", "--data.num_generations=4",
+          "--data.reward_funcs=[mine_paid:paid, mine_paid:free]", "--data.rollouts_path=rollouts", "--data.n_eval=0",
+          "--trainer.max_steps=3", "--trainer.accelerator=cpu"])  # fmt: skip
+    [folder] = (tmp_path / "logs").glob("*/version_0")
+    calls, files = (tmp_path / "calls").read_text(), sorted((tmp_path / "rollouts").iterdir())
+    before = [file.read_bytes() for file in files]
+    assert exit_code("replay", str(folder), "--step", "2", "--output", "stored.pt") == 0
+    assert (tmp_path / "calls").read_text() == calls
+    assert [file.read_bytes() for file in files] == before
+    for file in files:  # half of each generation is stored
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[::2]))
+    assert exit_code("replay", str(folder), "--step", "2", "--output", "half.pt") == 0
+    assert len((tmp_path / "calls").read_text()) > len(calls)
+    stored, half = (torch.load(name, weights_only=True) for name in ("stored.pt", "half.pt"))
+    assert same(stored["batches"], half["batches"]) and same(stored["losses"], half["losses"])
+
+
 @pytest.mark.parametrize("command", [["verify"], ["replay", "--step", "5"]])
 def test_ctrl_c_ends_it_without_a_way_to_resume(run, command, monkeypatch, capsys, tmp_path):
     """The temporary folder and what was saved in it are gone."""

@@ -23,6 +23,7 @@ from recipes.callbacks import curves
 from recipes.cli import main
 from recipes.cli.command import _resume_command
 from recipes.run import LOCK
+from recipes.saved_runs import newest_run
 from recipes.signals import Stopped
 from rl_modules.common.checkpoint_file import damage_of
 from rl_modules.common.errors import UsageError
@@ -224,6 +225,18 @@ def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
     assert code == 0, err
     assert steps(FOLDER / "version_11", "train/loss") == [768, 1024]
     assert steps(stopped, "train/loss") == [256, 512]
+
+
+def test_a_folder_without_a_checkpoint_is_no_run_beside_one_that_has(tmp_path: Path) -> None:
+    folders = [tmp_path / f"version_{number}" for number in (0, 2, 10)]
+    for folder in folders:
+        folder.mkdir()
+    assert newest_run(tmp_path) == folders[2]  # where none has a checkpoint, the newest begins again
+    for folder in folders[:2]:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints/last.ckpt").touch()
+    with pytest.warns(UserWarning, match=r"version_10 has no checkpoint; the newest run that has one is .*version_2\."):
+        assert newest_run(tmp_path) == folders[1]
 
 
 @pytest.mark.long

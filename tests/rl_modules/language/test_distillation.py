@@ -166,6 +166,38 @@ def test_lmbda_weights_both(teacher: str) -> None:
     assert float(loss) == pytest.approx(float(0.3 * alone + 0.7 * shown.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [None, 4])
+@pytest.mark.parametrize("objective", ["jsd", "policy_gradient"])
+def test_a_teacher_reads_padding_where_a_student_of_more_rows_writes_what_it_does_not_know(
+    objective: str, top_k: int | None, tmp_path: Path
+) -> None:
+    tokens = small_tokenizer(tmp_path / "tokens")
+    source = SFT(model_config={**TINY, "vocab_size": 3}, tokenizer_name_or_path=tokens)
+    source.configure_model()
+    teacher = str(source.export(tmp_path / "teacher"))
+    module = watched(teacher, model_config={**TINY, "vocab_size": 6}, tokenizer_name_or_path=tokens, top_k=top_k,
+                     distillation_objective=objective, max_completion_length=6, learning_rate=0.0)  # fmt: skip
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    fit(module, PromptDataModule(path=str(rows), batch_size=16, num_generations=1, eval_steps=0), max_steps=1)
+    [(batch, _)] = module.seen
+    text, mask = batch["tokens"], batch["mask"]
+    assert bool((text > 2).any())
+    log_p = module.reference(input_ids=text.where(text < 3, module.tokenizer.pad_token_id)).logits.log_softmax(-1)
+    row, column = mask.nonzero(as_tuple=True)
+    place = batch["prompt_length"][row] + column
+    log_p, drawn = log_p[row, place - 1], text[row, place]
+    if objective == "jsd":
+        log_q = module.model(input_ids=text).logits[row, place - 1, :3].log_softmax(-1)
+        found = module.divergence_of_completions(batch, mask, 0.5)[0]
+        torch.testing.assert_close(found, by_hand(log_q, log_p, 0.5), atol=1e-5, rtol=1e-4)
+    else:
+        assert bool((drawn < 3).all()) and bool(batch["advantage"].isfinite().all())
+        if top_k is None:
+            expected = log_p.gather(1, drawn.unsqueeze(1)).squeeze(1) - batch["log_prob"][row, column]
+            torch.testing.assert_close(batch["advantage"][row, column], expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("objective", ["jsd", "policy_gradient"])
 def test_a_student_becomes_an_exact_optimal_teacher(objective: str, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_reference_that_can_not_pack_is_not_packed(tmp_path):
     {"label_smoothing": 0.2}, {"rpo_alpha": 0.7}, {"reference_free": True},
 ])  # fmt: skip
 def test_step_is_the_loss_of_each_unpadded_sequence(arguments, packing, make_trainer, data):
-    module, pairs = model(optimizer=sgd, **arguments), data(packing=packing)
+    module, pairs = model(optimizer=sgd, logging_steps=1, **arguments), data(packing=packing)
     expected, reference = [], {}
 
     class Check(L.Callback):
@@ -162,6 +162,7 @@ def test_step_is_the_loss_of_each_unpadded_sequence(arguments, packing, make_tra
     # Six steps are one and a half passes: the last ones read the table of reference log-probabilities.
     make_trainer(max_steps=6, callbacks=[Check()]).fit(module, datamodule=pairs)
     assert len(expected) == 6 and expected[0] != expected[-1]
+    assert module.latest_metrics["train/loss"] == pytest.approx(expected[-1], rel=1e-5, abs=1e-6)
     if arguments == {}:
         assert expected[0] == pytest.approx(math.log(2), abs=1e-6)
 
@@ -304,6 +305,17 @@ def test_metrics_are_trls(make_trainer, data):
     seen = {name.removeprefix("train/"): value for name, value in logger.seen.items()}
     assert seen["rewards/margins"] == pytest.approx(seen["rewards/chosen"] - seen["rewards/rejected"], abs=1e-5)
     assert 0 <= seen["rewards/accuracies"] <= 1
+
+
+def test_the_held_out_loss_has_the_likelihood_term(make_trainer, data):
+    pairs = data(eval_steps=2)
+    module = model(rpo_alpha=0.5)
+    [metrics] = make_trainer().validate(module, pairs, verbose=False)
+    chosen = [(record["prompt_ids"], record["chosen_ids"]) for record in pairs.eval_records]
+    with torch.no_grad():
+        likelihood = -sum(float(plain_log_prob(module.model, *ids)) for ids in chosen) / sum(len(y) for _, y in chosen)
+    # Policy and reference are the same, so the loss of every pair is log 2.
+    assert metrics["eval/loss"] == pytest.approx(math.log(2) + 0.5 * likelihood, rel=1e-5)
 
 
 def test_predictions_are_implicit_rewards(make_trainer, data):

@@ -1,5 +1,6 @@
 """GRPO through its module: losses of whole steps, ratios, references, closed-form optima, exact resume, bad input."""
 
+import importlib.util
 import json
 import math
 import warnings
@@ -664,8 +665,18 @@ def test_weights_are_finite_numbers(algorithm, weights, sentence):
 def test_completions_without_any_reward_are_refused(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     data = PromptDataModule(path=str(tmp_path / "prompts.jsonl"), batch_size=4, num_generations=4, eval_steps=0)
+    model = grpo()
+    model.act = None  # the first generation would call it
     with pytest.raises(UsageError, match="no rewards for the completions"):
-        fit(grpo(), data, max_steps=1)
+        fit(model, data, max_steps=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_missing_engine_is_refused_with_its_command_before_anything_is_made():
+    model = grpo(sampler="vllm")
+    model.build_model = None
+    with pytest.raises(UsageError, match="sampler=vllm needs a package that is not installed: pip install vllm"):
+        fit(model, PromptDataModule("addition", batch_size=4, num_generations=4, eval_steps=0), max_steps=1)
 
 
 def test_a_reward_model_with_another_tokenizer_brings_it_along(tmp_path):
