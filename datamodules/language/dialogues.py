@@ -75,7 +75,7 @@ class Dialogues:
         self, calls: EnvironmentCalls, encoder: ChatEncoder, stops: Sequence[int], name: str, patience_s: float
     ) -> None:
         self.calls, self.encoder, self.name, self.patience_s = calls, encoder, name, patience_s
-        self.template, self.readers = TurnTemplate(encoder, stops), TurnReaders(encoder)
+        self.template, self.readers = TurnTemplate(encoder, stops), TurnReaders(encoder, stops)
         self._longest_token = max(map(len, encoder.tokenizer.get_vocab()))
         self._is_checked = self._has_answered = self._reported = False
 

@@ -1,6 +1,6 @@
 """How what a model writes is read under a tokenizer's chat template: found by trying it, before anything is written."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from datamodules.language.call_forms import FORMS
@@ -11,7 +11,8 @@ from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
 
 _THOUGHT, _ANSWER, _RESULT = "Th0ught", "Answ3r", "18 degr33s"
-_ARGUMENTS = {"city": "Zurich", "days": 3}
+_CITY = "Zurich"
+_ARGUMENTS = {"city": _CITY, "days": 3}
 _CALL = {"type": "function", "id": "call00000", "function": {"name": "get_weather", "arguments": _ARGUMENTS}}
 _TOOL = {
     "type": "function",
@@ -37,8 +38,8 @@ class TurnReaders:
     Without tools there is one where the chat template marks thoughts; elsewhere a text is the message as it stands.
     """
 
-    def __init__(self, encoder: ChatEncoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: ChatEncoder, stops: Collection[int]) -> None:
+        self._encoder, self._stops = encoder, stops
         self._readers: dict[str, MessageReader | None] = {}
 
     def of(self, record: Mapping[str, Any]) -> MessageReader | None:
@@ -50,7 +51,7 @@ class TurnReaders:
         key = repr((bool(record.get("tools")), record.get("chat_template_kwargs")))
         if key not in self._readers:
             settings = {"chat_template_kwargs": record.get("chat_template_kwargs")}
-            probe = _Probe(self._encoder, settings)
+            probe = _Probe(self._encoder, self._stops, settings)
             self._readers[key] = probe.reader_of_calls() if record.get("tools") else probe.reader_of_thoughts()
         return self._readers[key]
 
@@ -58,10 +59,11 @@ class TurnReaders:
 class _Probe:
     """A thought and an answer, a call and its result, rendered by a chat template."""
 
-    def __init__(self, encoder: ChatEncoder, settings: dict[str, Any]) -> None:
+    def __init__(self, encoder: ChatEncoder, stops: Collection[int], settings: dict[str, Any]) -> None:
+        self._stops = [str(token) for token in encoder.tokenizer.convert_ids_to_tokens(sorted(stops))]
         self._encoder, self._asked = encoder, encoder.messages("?")
         self._plain, self._with_tools = settings, {**settings, "tools": [_TOOL]}
-        self._special = [str(token) for token in encoder.tokenizer.all_special_tokens]
+        self._special = [t.content for t in encoder.tokenizer.added_tokens_decoder.values() if t.special]
         own = getattr(encoder.tokenizer, "response_template", None)
         self._own, self._template = own, str(encoder.tokenizer.chat_template)
         self._forms: list[Any] = list(FORMS) if own is None else [own]
@@ -84,7 +86,7 @@ class _Probe:
         prompt, text = self._written({"role": "assistant", "content": "", "tool_calls": [_CALL]}, self._with_tools)
         answered = self._answered()
         readers = [MessageReader(form, self._special, self._closing) for form in self._forms]
-        fitting = [one for one in readers if answered is not None and _reads_the_call(one, text, prompt, answered)]
+        fitting = [one for one in readers if answered is not None and self._reads_call(one, text, prompt, answered)]
         if not fitting:
             reads = "no known form reads" if self._own is None else "the tokenizer's response_template does not read"
             said = f"writes a call of a tool as {text.strip()[:_SHOWN]!r}, which {reads}"
@@ -118,13 +120,14 @@ class _Probe:
         read = reader.read(text, self._prompt)
         return (read["content"], read.get("reasoning_content")) == (_ANSWER, _THOUGHT)
 
-
-def _reads_the_call(reader: MessageReader, text: str, *prompts: str) -> bool:
-    """Whether a reader finds the call in its rendering, after a question and after a tool's answer."""
-    if reader.opens_thought(prompts[0]) and reader.ends_in_thought(text, prompts[0]):
-        text = f"{reader.closing}{text}"  # a template that opens thoughts may leave them out of what it renders
-    for prompt in prompts:
-        calls = calls_of(reader.read(text, prompt, tools=[_TOOL]))
-        if [(call.name, call.arguments, call.error) for call in calls] != [("get_weather", _ARGUMENTS, "")]:
-            return False
-    return True
+    def _reads_call(self, reader: MessageReader, text: str, *prompts: str) -> bool:
+        """Whether a reader finds the call in its rendering, after a question and after a tool's answer."""
+        if reader.opens_thought(prompts[0]) and reader.ends_in_thought(text, prompts[0]):
+            text = f"{reader.closing}{text}"  # a template that opens thoughts may leave them out of what it renders
+        begin, city, rest = text.rpartition(_CITY)
+        place, end = min([(rest.index(stop), stop) for stop in self._stops if stop in rest], default=(len(rest), ""))
+        for prompt in prompts:
+            calls = calls_of(reader.read(begin + city + rest[:place], prompt, end, [_TOOL]))
+            if [(call.name, call.arguments, call.error) for call in calls] != [("get_weather", _ARGUMENTS, "")]:
+                return False
+        return True

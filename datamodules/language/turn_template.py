@@ -28,8 +28,9 @@ class TurnTemplate:
                 "environment: the tokenizer has no chat template, which writes an environment's messages; "
                 "take a tokenizer with one"
             )
-        #: Characters that end a message's calls, and token ids that end its turn, by its form.
-        self._ends: dict[str, tuple[int, list[int]]] = {}
+        #: Of a message's form: how often its stand-in is rendered, the characters that end its calls, and the token ids
+        #: that end its turn.
+        self._ends: dict[str, tuple[int, int, list[int]]] = {}
         self._special = frozenset(i for i, token in encoder.tokenizer.added_tokens_decoder.items() if token.special)
 
     def following(
@@ -62,12 +63,13 @@ class TurnTemplate:
         if key not in self._ends:
             if len(self._ends) == _KEPT:  # calls may have names without number
                 self._ends.clear()
-            alone = self._after(before, record)
+            places, alone = self._after(before, record)
             # The end of the calls is the model's own; what is left is the end of its turn.
             calls = len(self._closing(alone, record)) if before[-1].get("tool_calls") else 0
-            self._ends[key] = calls, self.encoder.continued(alone[calls:])
-        calls, end = self._ends[key]
-        ids = self.encoder.continued(closing + self._after([*before, *new], record, add_generation_prompt=True)[calls:])
+            self._ends[key] = places, calls, self.encoder.continued(alone[calls:])
+        places, calls, end = self._ends[key]
+        _, after = self._after([*before, *new], record, places, add_generation_prompt=True)
+        ids = self.encoder.continued(closing + after[calls:])
         if last is None:
             return ids
         if ids[:1] == [last]:
@@ -101,16 +103,19 @@ class TurnTemplate:
                 )
                 return
 
-    def _after(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> str:
-        """What the template writes after the stand-in."""
-        text = str(self.encoder._render(messages, record, **how))
-        if _WRITTEN not in text:
+    def _after(
+        self, messages: Messages, record: Mapping[str, Any], places: int | None = None, **how: Any
+    ) -> tuple[int, str]:
+        """How often the stand-in is rendered, ``places`` where that is known, and what the template writes after it."""
+        parts = str(self.encoder._render(messages, record, **how)).split(_WRITTEN)
+        places = len(parts) - 1 if places is None else places
+        if not 0 < places < len(parts):
             raise WrongAnswer("can't be answered: the chat template leaves out what the model's message says")
-        return text.rpartition(_WRITTEN)[2]
+        return places, _WRITTEN.join(parts[places:])
 
     def _closing(self, alone: str, record: Mapping[str, Any]) -> str:
         """The end of a message's calls, at the beginning of what follows the stand-in of their last argument."""
-        usual = self._after([*self.encoder.messages("?"), {"role": "assistant", "content": _WRITTEN}], record)
+        _, usual = self._after([*self.encoder.messages("?"), {"role": "assistant", "content": _WRITTEN}], record)
         if usual and alone.endswith(usual):
             return alone[: len(alone) - len(usual)]
         stops = map(re.escape, self.encoder.tokenizer.convert_ids_to_tokens(sorted(self.stops)))
