@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 import lightning as L
 
 from datamodules.experience import Experience, evaluate_on_start
+from datamodules.language.files import name_of
 from datamodules.language.notices import notice
 from datamodules.language.tasks.base import RewardFunction, Task
 from datamodules.registered import code_of_names, code_of_settings, code_of_task
@@ -23,15 +24,6 @@ def check_files(name: str, value: Any) -> Any:
                 "as dataset, held-out rows as a split of a DatasetDict"
             )
     return value
-
-
-def name_of_dataset(value: Any) -> Any:
-    """Replaces a dataset that is an object by a description."""
-    if isinstance(value, str | None):
-        return value
-    from datamodules.language.files import describe_dataset
-
-    return describe_dataset(value)
 
 
 def named_functions(value: Any) -> Any:
@@ -98,7 +90,7 @@ class LanguageArguments(Experience):
         default=None,
         says="hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
         "``DatasetDict``",
-        stores=name_of_dataset,
+        stores=lambda value: None if value is None else name_of(value),
     )
     dataset_config: str | None = setting(default=None, says="the hub dataset's configuration")
     dataset_split: str = setting(default="train", says="split to train on, or a part of it, ``train[:90%]``")

@@ -1,23 +1,22 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
-from datamodules.language.arguments import LanguageArguments, evaluate_every
-from datamodules.language.chat_template import encoder_of
-from datamodules.language.encoding import TextEncoder, reads_alike
+from datamodules.language.arguments import evaluate_every
+from datamodules.language.encoding import reads_alike
+from datamodules.language.loading import RecordLoading
+from datamodules.language.mixture import by_source
 from datamodules.language.notices import notice
-from datamodules.language.on_demand import task_records
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.rewards import load_reward_funcs
 from datamodules.language.rows import joined_sequences
-from datamodules.language.sources import EndlessOrder, fitting, place_of, refuse
-from datamodules.language.tasks import make_task
-from datamodules.language.tasks.answers import prompt_text, text_of
+from datamodules.language.tasks.answers import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import warn_of_idle
@@ -25,37 +24,27 @@ from rl_modules.core.state import forget_state
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
-    from datamodules.language.mixture import Mixture
-    from datamodules.language.on_demand import EncodedRecords
     from datamodules.language.reward_threads import EarlyRewards
-    from rl_modules.language.contract import TextLearner, WritingLearner
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(LanguageArguments):
+class LanguageDataModule(RecordLoading):
     """Base of the language datamodules: records from exactly one of ``task`` (made here), ``path`` (a JSONL, parquet,
     arrow or csv file) and ``dataset``, their tokens, their order, and evaluations on completions.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        task: Any = self.task
-        if task is not None:
-            task = make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
-        self.task = task
-        self.mixture: Mixture | None = task if getattr(task, "is_mixture", False) else None
-        funcs = [] if task is None else task.reward_funcs
+        funcs = [] if self.task is None else self.task.reward_funcs
         if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
             raise UsageError(
-                f"task {task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
+                f"task {self.task.name!r} has reward_funcs={funcs!r}, where a property that returns a "
                 "list of functions should be"
             )
         if self.reward_funcs:
-            from datamodules.language.rewards import load_reward_funcs
-
-            funcs = load_reward_funcs(self.reward_funcs, task)
+            funcs = load_reward_funcs(self.reward_funcs, self.task)
         if getattr(self, "environment", None) is not None:
             from datamodules.language.dialogues import environment
 
@@ -67,20 +56,9 @@ class LanguageDataModule(LanguageArguments):
             self.mixture.require_rewards(self.sources)
         self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = trainer_state(None, 0.0)
-        #: Those of a large file or dataset are encoded when they are asked for.
-        self.train_records: list[Record] | EncodedRecords = []
-        #: The training records while streaming; ``train_records`` is then empty.
-        self.stream: Any = None
-        self.eval_records: list[Record] = []
         # The rewards of a batch that is being written.
         self._scoring: Any = None
-        self._passes = EndlessOrder(self.seed)
-        self._encoder: TextEncoder | None = None
-        self._warned_of_ends = self._warned_of_texts = False
-        # Of the records; None: there are none yet.
-        self._encoding: dict[str, Any] | None = None
-
-    # ---------------------------------------------------------------- records and tokens
+        self._warned_of_texts = False
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
@@ -89,17 +67,13 @@ class LanguageDataModule(LanguageArguments):
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and self.streaming:
-            from datamodules.language.streaming import record_stream
-
-            self.stream = record_stream(self)
+            self.stream = self.open_stream()
         elif stage == "fit" and not self.train_records:
             self.train_records = self.load_split("train", self.n_train, not self.reads_all)
         wants_eval = self.n_held_out and (stage != "fit" or self.eval_steps)
         if wants_eval and not self.eval_records:
             if self.task is None:
-                from datamodules.language.files import require_held_out
-
-                require_held_out(self, stage == "fit")
+                self.require_held_out(stage == "fit")
             self.eval_records = list(self.load_split("test", self.n_held_out))
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
@@ -112,100 +86,6 @@ class LanguageDataModule(LanguageArguments):
                 )
             self._passes = self.order_of_records()
             evaluate_every(self.learner_trainer, self.eval_steps, self.eval_on_start)
-
-    def encoding(self) -> dict[str, Any]:
-        """Returns the module's settings that the records' token ids depend on; another module may have others."""
-        return {"tokenizer": self.policy.tokenizer, "max_length": self.policy.max_length}
-
-    def forget_records(self) -> None:
-        """Drops the encoded records, to load them for another module; a subclass drops what it made of them."""
-        self.train_records, self.eval_records = [], []
-        self._encoding = None
-
-    def records_per_row(self, records: Iterator[Record]) -> int:
-        """Returns how many records :meth:`encode` makes of a streamed row; ``records`` reads those of the source."""
-        return 1
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether the training records are needed all at once, so that those of a large source are loaded too."""
-        return False
-
-    def load_split(self, split: str, n: int | None, as_read: bool = False) -> "list[Record] | EncodedRecords":
-        """Returns ``n`` records (None: all) with ``prompt_ids``; ``as_read`` encodes a large source when needed."""
-        if self.task is not None and self.mixture is None and (split == "train" or self.eval_path is None):
-            required = self.required if split == "train" else self.eval_required
-            at_most = split != "train" and self.n_eval is None
-            return self._encode_and_report(task_records(self.task, split, n, required, at_most))
-        from datamodules.language.on_demand import records_of
-
-        return records_of(self, split, n, as_read)
-
-    def _encode_and_report(self, records: list[Record]) -> list[Record]:
-        encoded = self.encode(records)
-        self.encoder.report_unknown(self.source)
-        return encoded
-
-    def reshape(self, row: Record, place: str) -> Record:
-        """Converts a row of a file or dataset, found at ``place``, to a record's form before its checks."""
-        return row
-
-    @property
-    def source(self) -> str:
-        """Name of the records' source, for messages and names: the task, file or dataset."""
-        if self.mixture is not None:
-            return " and ".join(self.mixture.sources)
-        names = (self.hparams[name] for name in ("task", "path", "dataset"))
-        return next(str(name) for name in names if name is not None)
-
-    def encode(self, records: list[Record]) -> list[Record]:
-        """Adds token ids to records; prompts that the model can't take are refused, or dropped."""
-        prompts = self.encoder.prompts([record["prompt"] for record in records], records)
-        self.refuse_empty_prompts(prompts, records)
-        kept = fitting([len(ids) for ids in prompts], self.policy.max_length - 1, self.source, self.overlong)
-        return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
-
-    def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
-        """Refuses records without a prompt."""
-        for i, ids in enumerate(prompts):
-            if not ids:
-                place = place_of(records[i], f"{self.source}: record {i}")
-                raise refuse(
-                    place,
-                    "prompt",
-                    "is empty, where a text should be: the first token of an answer needs "
-                    "something that predicts it; write one, or leave the row out",
-                )
-
-    @property
-    def encoder(self) -> Any:
-        """The encoder of texts and messages to the policy's tokens."""
-        tokenizer = self.policy.tokenizer
-        if self._encoder is None or self._encoder.tokenizer is not tokenizer:
-            self._encoder = encoder_of(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
-        return self._encoder
-
-    def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """Token ids of the records' prompts and of the named columns' answers; see :meth:`TextEncoder.answered`."""
-        if records and self.encoder.chats and not self._warned_of_ends:
-            self._warned_of_ends = self.encoder.note_demonstrations(self.source)
-        prompts = [record["prompt"] for record in records]
-        sides = [[record[name] for record in records] for name in names]
-        return self.encoder.answered(prompts, *sides, records=records)
-
-    @property
-    def policy(self) -> "TextLearner":
-        """The module in training, which provides the tokenizer and the context length."""
-        return cast("TextLearner", self.learner_trainer.lightning_module)
-
-    @property
-    def writer(self) -> "WritingLearner":
-        """The same module, as a writer of completions."""
-        return cast("WritingLearner", self.policy)
-
-    @property
-    def _pad_id(self) -> int:
-        return int(self.policy.tokenizer.pad_token_id)
 
     # ---------------------------------------------------------------- training batches
 
@@ -228,23 +108,6 @@ class LanguageDataModule(LanguageArguments):
             return micro_batches()
 
         return LazyLoader(steps * n_micro, of_an_epoch)
-
-    def order_of_records(self) -> EndlessOrder:
-        """Returns the order of the training records, which a run begins with."""
-        if self.mixture is None or not self.train_records:
-            return EndlessOrder(self.seed)
-        from datamodules.language.mixture import MixedOrder
-
-        weights = self.mixture.weights
-        return MixedOrder(self.seed, list(self.train_records), weights, lambda: getattr(self, "_segments", []))
-
-    def records(self, positions: Sequence[int]) -> list[Record]:
-        """Returns the training records at positions of the endless shuffled stream, the same on every rank."""
-        if self.stream is not None:
-            return [self.stream[position] for position in positions]
-        rows = self.train_records
-        numbers = [self._passes.at(position, len(rows)) for position in positions]
-        return [rows[number] for number in numbers] if isinstance(rows, list) else rows.take(numbers)
 
     @property
     def epochs_seen(self) -> float:
@@ -377,13 +240,9 @@ class LanguageDataModule(LanguageArguments):
         elif self.task is not None:
             answers = list(map(self.task.extract, plain))
         else:
-            from datamodules.language.tasks.answers import voted_answer
-
             answers = [voted_answer(text, self.answer_after) for text in plain]
         correct = None if first is None else first >= self.correct_threshold
         if self.sources:
-            from datamodules.language.mixture import by_source
-
             self.rewards.note(by_source(repeated, self.sources, self.rewards.names, scores, correct))
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],

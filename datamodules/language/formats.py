@@ -1,7 +1,7 @@
 """Conversion of a file's or dataset's row to a record, with checks: prompts, answers, preferences, conversations."""
 
-import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +17,8 @@ from datamodules.language.sources import (
 from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
 
+#: Columns of formats that are read otherwise, or not at all.
+_OF_OTHER_FORMATS = frozenset({"completions", "messages", "conversations", "image", "images"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -76,29 +78,19 @@ def _has_messages(value: Any) -> bool:
 
 def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     """Refuses, by name, dataset formats that no algorithm here supports."""
+    if _OF_OTHER_FORMATS.isdisjoint(row):
+        return
     messages = row.get("messages", row.get("conversations"))
     first = messages[0] if isinstance(messages, list) and messages else None
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
-        raise refuse(
-            place,
-            "completions",
-            "with 'labels' is stepwise supervision of a process reward model, which "
-            "nothing here learns from; give prompt, completion and label",
-        )
+        what = "with 'labels' is stepwise supervision of a process reward model; give prompt, completion and label"
+        raise refuse(place, "completions", what)
     if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
-        raise refuse(
-            place,
-            "messages",
-            "have from and value, ShareGPT's format, where role (system, user, assistant) "
-            "and content should be; convert them, and give them as messages",
-        )
+        what = "have from and value, ShareGPT's format; give messages with role (system, user, assistant) and content"
+        raise refuse(place, "messages", what)
     for name in ("image", "images"):
         if row.get(name) is not None:
-            raise refuse(
-                place,
-                name,
-                "belongs to a vision dataset, and every algorithm here reads text alone; leave the column out",
-            )
+            raise refuse(place, name, "belongs to a vision dataset, and only text is read here; leave the column out")
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
@@ -144,21 +136,13 @@ def as_preference(row: Record, place: str) -> Record:
     Messages, or text up to its last white space, with which both answers begin belong to the prompt.
     """
     row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
-    margin = row.get("margin")
-    if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
-        raise refuse(
-            place,
-            "margin",
-            f"is {margin!r}, where a number should be: the units of reward by which the chosen answer should win",
-        )
-    probability = row.get("probability")
-    if probability is not None and not (_is_number(probability) and 0 <= probability <= 1):
-        raise refuse(
-            place,
-            "probability",
-            f"is {probability!r}, where a number in [0, 1] should be, with which the "
-            "chosen answer wins; map another column to the name, or drop this one",
-        )
+    for name, least, most, what in (
+        ("margin", -sys.float_info.max, sys.float_info.max, "a number, the units of reward by which chosen should win"),
+        ("probability", 0, 1, "a number in [0, 1], with which the chosen answer wins"),
+    ):
+        value = row.get(name)
+        if value is not None and not (_is_number(value) and least <= value <= most):
+            raise refuse(place, name, f"is {value!r}, where {what}, should be; map another column to the name")
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         return row

@@ -167,6 +167,15 @@ class Mixture(Task):
         return source.task.extract(text)
 
 
+def task_of(given: Any, seed: int, settings: Mapping[str, Any] | None = None) -> Task:
+    """Returns the task of the argument ``task``: a list is a mixture of sources."""
+    if not isinstance(given, list | tuple):
+        return make_task(given, **{"seed": seed, **(settings or {})})
+    if settings:
+        raise UsageError(f"task: the settings {', '.join(settings)} belong to a source, as its task_kwargs")
+    return Mixture(given, seed)
+
+
 def held_out(paths: Mapping[str, str], n: int, **how: Any) -> list[Record]:
     """Returns the records of several named evaluation sets, at most ``n`` of each."""
     found = [(name, record) for name, path in paths.items() for record in load_records(path=path, n=n, **how)]

@@ -2,12 +2,15 @@
 
 import random
 import threading
-from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from datamodules.language.files import Rows, name_of, read_dataset, read_file
+from datamodules.language.formats import as_record
+from datamodules.language.jsonl import BLOCK, ReadByNumber
 from datamodules.language.notices import notice
 from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, place_of, short
 from datamodules.language.tasks import Record, Task, make_task
@@ -15,53 +18,19 @@ from datamodules.language.tasks.base import TooFew
 from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
-#: Most training records of a file or dataset that are all encoded at the start.
-LOADED = 20_000
-#: Rows that are read together.
-BLOCK = 1000
-#: A row, and its place, for messages.
-Placed = tuple[str, dict[str, Any]]
-Item = TypeVar("Item")
-
-
-class ReadByNumber(Sequence[Item], Generic[Item]):
-    """Rows or records that are read by their numbers when they are asked for."""
-
-    @abstractmethod
-    def take(self, numbers: Sequence[int]) -> list[Item]:
-        """The items of some numbers; a UsageError for one that can't be used."""
-
-    def __getitem__(self, index: Any) -> Any:
-        numbers = range(len(self))[index]
-        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
-
-    def __iter__(self) -> Iterator[Item]:
-        for start in range(0, len(self), BLOCK):
-            yield from self.take(range(start, min(start + BLOCK, len(self))))
-
-
-#: Rows of a source, each with its place.
-Rows = list[Placed] | ReadByNumber[Placed]
-
 
 class Records(ReadByNumber[Record]):
     """The records of a file or dataset, which are read and checked when they are asked for."""
 
-    def __init__(self, rows: Rows, numbers: Sequence[int], as_record: Callable[[str, Record], Record]) -> None:
+    def __init__(self, rows: Rows, numbers: Sequence[int], as_record: Callable[[Record, str], Record]) -> None:
         self._rows, self._numbers, self._as_record = rows, numbers, as_record
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Record]:
-        if len(self) == len(self._rows):
-            return (self._as_record(place, row) for place, row in self._rows)
-        return super().__iter__()
-
     def take(self, numbers: Sequence[int]) -> list[Record]:
-        chosen = [self._numbers[i] for i in numbers]
-        found = [self._rows[i] for i in chosen] if isinstance(self._rows, list) else self._rows.take(chosen)
-        return [self._as_record(place, row) for place, row in found]
+        placed = self._rows.take([self._numbers[i] for i in numbers])
+        return [self._as_record(row, place) for place, row in placed]
 
 
 def load_records(
@@ -101,27 +70,18 @@ def load_records(
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
         return task_records(made, split, n, required, at_most)
-    from datamodules.language.files import JsonlRows, describe_dataset, is_table, read_dataset
-    from datamodules.language.formats import as_record
-
+    chosen: Sequence[int]
     if path is not None:
-        # A table that ``datasets`` reads, or else JSONL.
-        where, table = str(path), Path(path).is_file() and is_table(Path(path))
-        rows: Rows = read_dataset(str(path), where=where) if table else JsonlRows(path)
+        rows = read_file(path)
+        chosen = range(len(rows))
     else:
-        assert dataset is not None
-        where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
-        rows = read_dataset(dataset, dataset_config, dataset_split)
-    if not rows:
-        raise UsageError(f"{where} is empty; at least one record is needed")
-    numbers: Sequence[int] = range(len(rows))
-    if n is not None and n < len(rows):
-        numbers = sorted(random.Random(stream_seed(seed, 0, "records")).sample(numbers, n))
-
-    def to_record(place: str, row: dict[str, Any]) -> Record:
-        return as_record(row, place, columns, answer_after, required, reshape, texts)
-
-    records = Records(rows, numbers, to_record)
+        rows, chosen = read_dataset(dataset, dataset_config, dataset_split)
+    if not chosen:
+        raise UsageError(f"{path or f'dataset {name_of(dataset)!r}'} is empty; at least one record is needed")
+    if n is not None and n < len(chosen):
+        chosen = sorted(random.Random(stream_seed(seed, 0, "records")).sample(chosen, n))
+    checks: dict[str, Any] = {"columns": columns, "answer_after": answer_after, "required": required}
+    records = Records(rows, chosen, partial(as_record, **checks, reshape=reshape, texts=texts))
     return records if as_read else list(records)
 
 
@@ -173,6 +133,7 @@ class EncodedRecords(ReadByNumber[Record]):
         # Generations that are written ahead read in a thread of their own, and a tokenizer serves one at a time.
         self._lock = threading.Lock()
         is_kept = bytearray(len(records))
+        # The shortest record has at least the tokens that the chat template adds to each.
         template = limit
         block: dict[int, Record] = {}
         for number, record in enumerate(records):
@@ -184,7 +145,6 @@ class EncodedRecords(ReadByNumber[Record]):
                 found = self._encoded(list(block.values()))
                 for kept in _numbers_of(found, block):
                     is_kept[kept] = True
-                # The shortest record has at least the tokens that the chat template adds to each.
                 template = min([template, *map(_n_tokens, found)])
                 block.clear()
         self._kept = array("Q", (number for number, flag in enumerate(is_kept) if flag))
@@ -242,41 +202,3 @@ def _numbers_of(found: list[Record], block: dict[int, Record]) -> Iterator[int]:
         if one is not None and all(one.get(name) == value for name, value in record.items()):
             yield number
             one = next(left, None)
-
-
-def records_of(data: Any, split: str, n: int | None, as_read: bool) -> list[Record] | EncodedRecords:
-    """The records of a split of a datamodule's files or datasets, with token ids."""
-    # A task compares texts.
-    is_task = data.task is not None and data.mixture is None
-    checks: dict[str, Any] = {"reshape": data.reshape, "texts": TEXTS if is_task else data.texts}
-    checks["required"] = data.required if split == "train" else data.eval_required
-    checks["at_most"] = split != "train" and data.n_eval is None
-    columns = {"columns": data.columns, "answer_after": data.answer_after}
-    if split != "train" and isinstance(data.eval_path, dict):
-        from datamodules.language.mixture import held_out
-
-        return data._encode_and_report(held_out(data.eval_path, data.n_held_out, seed=data.seed, **columns, **checks))
-    if data.mixture is not None and (split == "train" or data.eval_path is None):
-        return data._encode_and_report(data.mixture.load(split, n, **checks))
-    source: dict[str, Any] = {"path": data.path, "dataset": data.dataset}
-    if split != "train" and data.eval_path is not None:
-        source = {"path": data.eval_path}
-    elif split == "train" and not isinstance(data.dataset, str | None):
-        from datamodules.language.files import refuse_stream
-
-        refuse_stream(data.dataset)
-    records: Any = load_records(
-        **source,
-        dataset_config=data.dataset_config,
-        dataset_split=data.dataset_split if split == "train" else data.held_out_split,
-        split=split,
-        n=n,
-        seed=data.seed,
-        as_read=as_read,
-        **columns,
-        **checks,
-    )
-    if isinstance(records, list) or len(records) <= LOADED:
-        return data._encode_and_report(list(records))
-    longest = min(data.policy.max_length, getattr(data, "max_length", None) or data.policy.max_length) - 1
-    return EncodedRecords(records, data._encode_and_report, longest, data.source)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.files import JsonlRows
+from datamodules.language.jsonl import JsonlRows
 from datamodules.language.reward_arguments import columns_of, parameters_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.rewards import load_reward_func

@@ -3,24 +3,18 @@
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from datamodules.language.files import as_written, is_table, open_dataset, parse_split, read_jsonl, unformatted
-from datamodules.language.formats import as_record
+from datamodules.language.files import RowsFrom
+from datamodules.language.jsonl import Placed
 from datamodules.language.notices import notice
-from datamodules.language.on_demand import Placed
-from datamodules.language.sources import NothingUsable
-from datamodules.language.tasks.base import Record
+from datamodules.language.sources import NothingUsable, Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
 #: Optimizer steps of an epoch of a stream, whose length is not known.
 STREAM_STEPS = 1000
-#: A source's rows from the one of a given number on, each with its place.
-Rows = Callable[[int], Iterator[Placed]]
 
 
 class RecordStream:
@@ -32,7 +26,7 @@ class RecordStream:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowsFrom,
         encode: Callable[[list[Placed]], list[Record]],
         buffer_size: int,
         seed: int,
@@ -119,47 +113,3 @@ class RecordStream:
             if not self.length:
                 raise UsageError(f"{self._name} is empty; at least one record is needed")
             start = row % self.length if count == start and start else 0
-
-
-def open_stream(path: str | None, dataset: Any, dataset_config: str | None, split: str | None) -> Rows:
-    """A function that reads a source's rows from a given one on; arguments as of :func:`load_records`."""
-    if path is not None and not (Path(path).is_file() and is_table(Path(path))):
-        return lambda start: islice(read_jsonl(path), start, None)
-    base, *part = parse_split(split)
-    if any(part):
-        raise UsageError(
-            f"dataset_split={split!r} names a part of a split, which can't be streamed; give {base!r}, or "
-            "streaming=false"
-        )
-    import datasets
-
-    name, source = str(path or dataset), path or dataset
-    table = open_dataset(source, dataset_config, streaming=True) if isinstance(source, str) else source
-    if isinstance(table, datasets.DatasetDict | datasets.IterableDatasetDict):
-        if base not in table and len(table) > 1:
-            raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(table)}")
-        table = table[base] if base in table else next(iter(table.values()))
-    table = unformatted(table)
-
-    def rows(start: int) -> Iterator[Placed]:
-        # From its end on, ``Dataset.skip`` is an IndexError.
-        is_past = isinstance(table, datasets.Dataset) and start >= len(table)
-        for i, row in enumerate(() if is_past else table.skip(start), start):
-            yield f"{name}, row {i}", as_written(row)
-
-    return rows
-
-
-def record_stream(data: Any) -> RecordStream:
-    """Returns a datamodule's training records, read as they are needed."""
-    rows = open_stream(data.path, data.dataset, data.dataset_config, data.dataset_split)
-
-    def to_record(found: tuple[str, Record]) -> Record:
-        place, row = found
-        return as_record(row, place, data.columns, data.answer_after, data.required, data.reshape, data.texts)
-
-    def encode(read: list[tuple[str, Record]]) -> list[Record]:
-        return data._encode_and_report([to_record(found) for found in read]) if read else []
-
-    per_row = data.records_per_row(map(to_record, rows(0)))
-    return RecordStream(rows, encode, data.streaming_buffer, data.seed, data.source, per_row)

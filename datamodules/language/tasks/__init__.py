@@ -23,8 +23,7 @@ def make_task(name: Any, seed: int = 0, **settings: Any) -> Task:
     """Returns a task from its name.
 
     Args:
-        name: a built-in task, ``reasoning_gym:<dataset>``, ``package.module:Class`` of your own, or a task; or a list
-            of sources, see :class:`~datamodules.language.mixture.Mixture`.
+        name: a built-in task, ``reasoning_gym:<dataset>``, ``package.module:Class`` of your own, or a task.
         seed: of the questions drawn.
         **settings: the task's own.
 
@@ -35,12 +34,6 @@ def make_task(name: Any, seed: int = 0, **settings: Any) -> Task:
         if settings:
             raise UsageError(f"a task that is made already takes no settings, but {', '.join(settings)} came")
         return name
-    if isinstance(name, list | tuple):
-        from datamodules.language.mixture import Mixture
-
-        if settings:
-            raise UsageError(f"task: the settings {', '.join(settings)} belong to a source, as its task_kwargs")
-        return Mixture(name, seed)
     if name.startswith(REASONING_GYM):
         from datamodules.language.tasks.reasoning import ReasoningGym
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language import on_demand
+from datamodules.language import loading
 from datamodules.language.on_demand import EncodedRecords
 from rl_modules import DPO, GRPO, SFT
 from rl_modules.common.errors import UsageError
@@ -66,7 +66,7 @@ def steps(kind, data):
 def test_batches_are_those_of_loaded_records(kind, form, tmp_path, monkeypatch):
     source = {"path": written(tmp_path, form), "batch_size": 16, "overlong": "drop"}
     loaded = attached(CLASSES[kind](**source))
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     data = attached(CLASSES[kind](**source))
     assert isinstance(data.train_records, EncodedRecords)
     assert len(data.train_records) == N - len(OVERLONG) - (len(EQUAL) if kind == "dpo" else 0)
@@ -78,7 +78,7 @@ def test_batches_are_those_of_loaded_records(kind, form, tmp_path, monkeypatch):
     assert data.train_records[5:8] == loaded.train_records[5:8]
     some = {**source, "n_train": 400}
     chosen = attached(CLASSES[kind](**some)).train_records
-    monkeypatch.setattr(on_demand, "LOADED", N)
+    monkeypatch.setattr(loading, "LOADED", N)
     assert list(chosen) == attached(CLASSES[kind](**some)).train_records
 
 
@@ -92,7 +92,7 @@ def test_batches_are_those_of_loaded_records(kind, form, tmp_path, monkeypatch):
     ],
 )
 def test_a_bad_row_is_found_at_the_start(number, broken, sentence, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     lines = [json.dumps(row(0))] * N
     lines[number] = broken
     path = tmp_path / "rows.jsonl"
@@ -102,7 +102,7 @@ def test_a_bad_row_is_found_at_the_start(number, broken, sentence, tmp_path, mon
 
 
 def test_what_the_template_refuses_is_an_error_with_its_line_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     path = tmp_path / "rows.jsonl"
     unweighed = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "weight": 3}]
     lines = [*(json.dumps(row(0)) for _ in range(1_400)), json.dumps({"messages": unweighed})]
@@ -119,7 +119,7 @@ def test_what_the_template_refuses_is_an_error_with_its_line_when_it_is_read(tmp
 
 
 def test_a_file_that_changes_in_a_run_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     path = written(tmp_path, "jsonl")
     data = attached(InstructionDataModule(path=path, overlong="drop"))
     with open(path, "a") as file:
@@ -129,7 +129,7 @@ def test_a_file_that_changes_in_a_run_is_an_error(tmp_path, monkeypatch):
 
 
 def test_answers_that_only_the_tokenizer_makes_equal_are_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     path = tmp_path / "rows.jsonl"
     alike = {"prompt": "1+1=", "chosen": "é", "rejected": "ü"}  # both are unknown characters
     path.write_text("".join(json.dumps(r) + "\n" for r in [*({**row(0)} for _ in range(1_400)), alike]))
@@ -142,7 +142,7 @@ def test_answers_that_only_the_tokenizer_makes_equal_are_replaced(tmp_path, monk
 @pytest.mark.long
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_a_resumed_run_continues_with_the_same_records(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_demand, "LOADED", 100)
+    monkeypatch.setattr(loading, "LOADED", 100)
     path = written(tmp_path, "jsonl")
 
     def run(name, steps, ckpt_path=None):

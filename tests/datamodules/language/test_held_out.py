@@ -78,7 +78,7 @@ def test_a_part_of_a_split_is_divided_by_the_splits_name(held_out, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *ROWS]))
     table = load_dataset("json", data_files=str(path), split="train[:8]", cache_dir=str(tmp_path))
-    with pytest.raises(UsageError, match=r"divide it by dataset_split='train\[:90%\]' and eval_split='train\[90%:\]'"):
+    with pytest.raises(UsageError, match=r"by dataset_split='train\[:90%\]' and eval_split='train\[90%:\]'"):
         evaluated(dataset=table)
     assert evaluated(dataset=table, dataset_split="train[:6]", eval_split="train[6:]") == ["6+1=", "7+1="]
     table.save_to_disk(tmp_path / "saved")

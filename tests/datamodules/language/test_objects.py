@@ -5,8 +5,7 @@ import torch
 from datasets import Dataset, DatasetDict, load_from_disk
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language.files import read_dataset
-from datamodules.language.streaming import open_stream
+from datamodules.language.files import open_stream, read_dataset
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 
@@ -56,16 +55,16 @@ def test_the_format_of_a_dataset_changes_no_record(form, tmp_path):
     saved = load_from_disk(tmp_path / "saved")
     assert saved.format["type"] == form
     for dataset in (saved, str(tmp_path / "saved"), DatasetDict(train=saved)):
-        assert [row for _, row in read_dataset(dataset, split="train")] == ROWS
+        assert [row for _, row in read_dataset(dataset, split="train")[0]] == ROWS
         assert [row for _, row in open_stream(None, dataset, None, "train")(0)] == ROWS
     assert [row for _, row in open_stream(None, saved.to_iterable_dataset(), None, "train")(1)] == ROWS[1:]
-    columns = read_dataset(given.with_format(form, columns=["chosen"]))
+    columns, _ = read_dataset(given.with_format(form, columns=["chosen"]))
     assert [row for _, row in columns] == [{"chosen": "b"}] * 2
 
 
 def test_a_transform_of_a_dataset_is_applied():
     dataset = Dataset.from_list(ROWS).with_transform(lambda rows: {"prompt": ["x" for _ in rows["chosen"]]})
-    assert [row for _, row in read_dataset(dataset)] == [{"prompt": "x"}] * 2
+    assert [row for _, row in read_dataset(dataset)[0]] == [{"prompt": "x"}] * 2
 
 
 @pytest.mark.parametrize("given", [Dataset.from_list(ROWS), {"held out": Dataset.from_list(ROWS)}])

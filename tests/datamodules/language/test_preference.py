@@ -397,7 +397,7 @@ PARTING = {
         ({**AB, "rejected": None}, "'rejected' is null"),
         ({**AB, "rejected": {"x": 1}}, "'rejected' is dict"),
         ({**ABC, "margin": "large"}, "'margin' is 'large', where a number"),
-        ({**ABC, "margin": math.nan}, "JSON that can't be read \\(NaN"),
+        ({**ABC, "margin": math.nan}, "not valid JSON in UTF-8, NaN"),
         ({**ABC, "margin": True}, "'margin' is True, where a number"),
         ({**ABC, "chosen": [say("assistant", "b")]}, "'chosen' is a (list|str) and 'rejected' a (list|str)"),
         (PARTING, "'chosen' and 'rejected' share no message, and there is no prompt"),

@@ -3,15 +3,16 @@
 import gzip
 import json
 import logging
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
+from datamodules.language.files import open_stream
 from datamodules.language.on_demand import load_records
 from datamodules.language.sources import fitting
-from datamodules.language.streaming import open_stream
 from rl_modules.common.errors import UsageError
 
 GSM8K = [
@@ -47,12 +48,12 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "a"', r"data.jsonl:2: not valid JSON, .* in column 15"),
+        (b'{"prompt": "a"', r"data.jsonl:2: not valid JSON in UTF-8, .* in column 15"),
         (b'["prompt"]', "data.jsonl:2: a list, where an object"),
-        (b'{"prompt": "a\xff"}', "data.jsonl:2: byte 0xff in column 14 is not UTF-8"),
+        (b'{"prompt": "a\xff"}', "data.jsonl:2: not valid JSON in UTF-8, .* byte 0xff in position 13"),
         (b'{"prompt": "\\ud800"}', r"data.jsonl:2: 'prompt' has '\\ud800' in place 0"),
-        (b"[" * 100_000, "data.jsonl:2: JSON that can't be read"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", "data.jsonl:2: JSON that can't be read"),
+        (b"[" * 100_000, "data.jsonl:2: not valid JSON"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "data.jsonl:2: not valid JSON"),
         (
             b'{"promt": "a", "answer": "b"}',
             "data.jsonl:2: 'prompt' is missing, there is only promt, answer; did you mean promt",
@@ -62,7 +63,10 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
             b'{"conversations": [{"from": "human", "value": "a"}]}',
             "data.jsonl:2: 'messages' have from and value, ShareGPT",
         ),
-        (b'{"messages": [{"from": "human", "value": "a"}]}', "ShareGPT's format, where role .* and content should be"),
+        (
+            b'{"messages": [{"from": "human", "value": "a"}]}',
+            "ShareGPT's format; give messages with role .* and content",
+        ),
         (b'{"prompt": 3}', "data.jsonl:2: 'prompt' is int 3, where text or a list of messages"),
         (b'{"prompt": []}', r"'prompt' is list \[\]"),
         (b'{"prompt": [{"role": "user"}]}', "list of messages with role and content"),
@@ -75,13 +79,17 @@ def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, line, messag
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_json_array_is_no_jsonl_file_but_a_dataset(tmp_path, indent):
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+def test_the_rows_of_a_json_array_are_as_they_are_written(tmp_path, indent):
+    # A table would make 4 of a column with 4.5 a 4.0, and of a date a time.
+    rows = [{"prompt": "a", "level": 4, "day": "2024-05-01"}, {"prompt": "c", "level": 4.5, "more": {"x": None}}]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows, indent=indent))
-    with pytest.raises(UsageError, match="rows.json:1: a JSON array, where a JSONL file .*; give the file as dataset"):
+    assert load_records(path=path) == load_records(dataset=str(path)) == rows
+    assert [type(record["level"]) for record in load_records(path=path)] == [int, float]
+    assert [row for _, row in open_stream(str(path), None, None, "train")(1)] == rows[1:]
+    path.write_text(json.dumps(["a", "b"]))
+    with pytest.raises(UsageError, match="rows.json: an array of other things than objects"):
         load_records(path=path)
-    assert load_records(dataset=str(path)) == rows
 
 
 def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
@@ -89,14 +97,14 @@ def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
     packed = tmp_path / "data.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert load_records(path=packed) == load_records(path=plain) == load_records(dataset=str(packed))
-    records = [[row for _, row in open_stream(str(path), None, None, None)(40)] for path in (plain, packed)]
-    records.append([row for _, row in open_stream(None, str(packed), None, None)(40)])
+    records = [[row for _, row in open_stream(str(path), None, None, "train")(40)] for path in (plain, packed)]
+    records.append([row for _, row in open_stream(None, str(packed), None, "train")(40)])
     assert records[0] == records[1] == records[2] and len(records[0]) == 10
     packed.write_bytes(gzip.compress(b'{"prompt": "a"}\n{"prompt"'))
     with pytest.raises(UsageError, match=r"data.jsonl.gz:2: not valid JSON"):
         load_records(path=packed)
     packed.write_bytes(gzip.compress(plain.read_bytes())[:-30])
-    with pytest.raises(UsageError, match=r"data.jsonl.gz' can't be unpacked .*; the file is damaged"):
+    with pytest.raises(UsageError, match=r"data.jsonl.gz' can't be read .*; give a whole JSONL"):
         load_records(path=packed)
 
 
@@ -111,8 +119,7 @@ def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
 def test_files_of_other_kinds_are_refused_by_their_kind(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
-    suffix = name.partition(".")[2] if name.endswith(".gz") else path.suffix[1:]
-    with pytest.raises(UsageError, match=rf"{name}:1: .*; a file ending in '.{suffix}' is not read: give JSONL"):
+    with pytest.raises(UsageError, match=f"{name}:1: not valid JSON.*; other files are read if they end in .csv, .par"):
         load_records(path=path)
 
 
@@ -121,7 +128,7 @@ def test_files_that_are_not_there_or_empty(tmp_path):
         load_records(path=tmp_path / "nothing.jsonl")
     with pytest.raises(UsageError, match="is empty"):
         load_records(path=jsonl(tmp_path, b"", b" "))
-    with pytest.raises(UsageError, match="Is a directory"):
+    with pytest.raises(UsageError, match="is no regular file; give one, or a directory as dataset"):
         load_records(path=tmp_path)
 
 
@@ -251,10 +258,10 @@ def test_splits_and_parts_of_them(tmp_path):
     assert prompts("one", "train[:80%]") + prompts("one", "train[80%:]") == list(range(10))
     assert prompts("one", "train[-2:]") == [8, 9]
     for name, split, message in (
-        ("two", None, "set dataset_split to one of train, test"),
-        ("two", "validation", "no split 'validation'; it has train, test"),
-        ("one", "test", "no split 'test'; it has train"),
-        ("one", "train[1", "not understood"),
+        ("two", None, "Should be one of .'train', 'test'"),
+        ("two", "validation", "Unknown split .validation.. Should be one of .'train', 'test'"),
+        ("one", "test", "Unknown split .test.. Should be one of .'train'"),
+        ("one", "train[1", r"dataset_split='train\[1': Unrecognized instruction.* write"),
         ("one", "train[20:]", "is empty"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -271,19 +278,17 @@ def test_n_draws_with_the_seed_and_keeps_the_order(tmp_path):
 
 
 def test_datasets_that_cannot_be_read(tmp_path):
-    with pytest.raises(
-        UsageError, match="'openai/gsm8k' can't be loaded.*without network.*save_to_disk.*that directory"
-    ):
+    with pytest.raises(UsageError, match="'openai/gsm8k' can't be read.*without network.*save_to_disk.*that directory"):
         load_records(dataset="openai/gsm8k", dataset_config="main", dataset_split="train")
     (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": ')
     (tmp_path / "data.txt").write_bytes(b"a")
     (tmp_path / "bad.csv").write_bytes(b"prompt\n\xff\n")
     (tmp_path / "wide.csv").write_text("prompt,completion\nSay yes, please,yes\n")
     for name, message in (
-        ("data.jsonl", "can't be read.*JSON"),
-        ("data.txt", "ending in '.txt'"),
+        ("data.jsonl", "data.jsonl:2: not valid JSON"),
+        ("data.txt", "data.txt:1: not valid JSON"),
         ("bad.csv", "utf-8"),
-        ("wide.csv", "row 0 has 3 cells under the 2 names of the header, prompt, completion: cells with commas need"),
+        ("wide.csv", "wide.csv:2: 3 cells under the 2 names of the header, prompt, completion; cells with commas"),
     ):
         with pytest.raises(UsageError, match=message):
             load_records(dataset=str(tmp_path / name))
@@ -326,3 +331,51 @@ def test_enormous_prompts_are_loaded_and_then_judged_by_their_tokens(tmp_path, c
     ]
     with pytest.raises(UsageError, match="2 of 2"):
         fitting([600, 700], 512, "here", "drop")
+
+
+def bomb(path):
+    """A small file of 1,024 texts of 8 KiB, one of which is written."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, pa.int32()), ["a" * 2**13])
+    pq.write_table(pa.table({"prompt": texts}), path)
+
+
+def test_what_is_no_file_of_records_is_refused_in_a_sentence(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (str(tmp_path / "pipe.jsonl"), "/dev/zero"):
+        for source in ({"path": path}, {"dataset": path}):
+            with pytest.raises(UsageError, match=f"{path}.* is no regular file|{path}.* can't be read"):
+                load_records(**source)
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "lines.jsonl.gz", "bomb.parquet"])
+def test_a_small_file_of_enormous_content_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("datamodules.language.jsonl.MOST", 2**18)
+    path = tmp_path / name
+    if name == "bomb.parquet":
+        bomb(path)
+    else:
+        content = b"\0" * 2**22 if name == "bomb.jsonl.gz" else b'{"prompt": "%s"}\n' % (b"a" * 2**12) * 2**10
+        path.write_bytes(gzip.compress(content, 9))
+    assert path.stat().st_size < 2**13
+    for read in (lambda: load_records(path=path), lambda: list(open_stream(str(path), None, None, "train")(0))):
+        with pytest.raises(UsageError, match=f"{name}(' unpacks to more than 500 times its size|:1: not valid JSON)"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        'a,"b\nc,d\n',  # to the end of the file
+        'a,"b\nc,d\ne,"f"\n',  # to the quote of another row
+        'a,b\n"c,d\n',
+        'a,"b" c\n',
+    ],
+)
+def test_a_csv_file_with_an_unclosed_quote_is_refused(tmp_path, rows):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\n" + rows)
+    for read in (lambda: load_records(path=path), lambda: open_stream(str(path), None, None, "train")):
+        with pytest.raises(UsageError, match=r"rows.csv:\d: .*; cells with commas or line breaks need quotes"):
+            read()
+    path.write_text('prompt,completion\n"a ""b"", c","d\ne"\n')
+    assert load_records(path=path) == [{"prompt": 'a "b", c', "completion": "d\ne"}]

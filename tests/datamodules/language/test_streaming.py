@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language.streaming import RecordStream, open_stream
+from datamodules.language.files import open_stream
+from datamodules.language.streaming import RecordStream
 from rl_modules import DPO, GRPO, KTO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
