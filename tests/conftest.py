@@ -12,6 +12,14 @@ from types import SimpleNamespace
 # 45 s of trying a hub that can't be reached.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from rl_modules import fast
+from tests import twins
+
+NOTES = twins.Notes(os.environ["RL_REACHED"]) if "RL_REACHED" in os.environ and fast.is_fast() else None
+if NOTES is not None:
+    fast.is_fast = NOTES.is_fast  # before others import it
+
+# isort: split
 from rl_modules.fast.imports import defer_imports
 
 defer_imports()  # before the first import of Lightning
@@ -62,6 +70,20 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.timeout(1800))
         elif item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
+    if "RL_REACHED" in os.environ and NOTES is None:
+        reached = twins.chosen(os.environ["RL_REACHED"])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in reached])
+        items[:] = [item for item in items if item.nodeid in reached]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    if NOTES is None:
+        return (yield)
+    NOTES.asked.clear()
+    result = yield
+    NOTES.write(item)
+    return result
 
 
 def pytest_collection_finish():
