@@ -16,6 +16,8 @@ from rl_modules.common.masks import MASK, mask_size
 
 # What most environments return, and needs no closer look.
 _BOOLS, _NUMBERS = frozenset((bool, np.bool_)), frozenset((float, int, np.float64, np.float32))
+#: Actions of an episode, or of a game, that are kept: a longer one is not repeated where a run resumes.
+LONGEST = 100_000
 # Infos by which a vector says that an episode ended, and which of its environments have `is_success`.
 _NOT_OWN = ADDED | {"_is_success"}
 
@@ -29,8 +31,9 @@ class SeededEpisodes(gym.Wrapper):
     """Seeds every episode from the environment's stream, and records its actions.
 
     ``reset(seed=s)`` starts stream ``s`` at episode 0, ``reset()`` begins the next; episode k has its own seed.
-    Setting ``episode_state``, of stream, number and actions, repeats an episode, or a game whose lives are
-    episodes; with ``resets_next`` the next step resets. ``expects_no_masks``: a mask after a step is refused.
+    Setting ``episode_state``, of stream, number and actions, repeats an episode, or a game whose lives are episodes, of
+    at most :data:`LONGEST` actions; with ``resets_next`` the next step resets. ``expects_no_masks``: a mask after a
+    step is refused.
     """
 
     def __init__(self, env: gym.Env, expects_no_masks: bool = False) -> None:
@@ -39,7 +42,9 @@ class SeededEpisodes(gym.Wrapper):
         self._stream = 0
         self._episode = 0
         self._first_episode = 0
-        self._actions: list[Any] = []
+        # Those of the current episode or game are its first `_n_actions` rows, up to LONGEST of them.
+        self._actions: np.ndarray = np.empty(0)
+        self._n_actions = 0
         self._resets: list[int] = []
         self._resets_next = False
         self._has_lives = env.has_wrapper_attr("continues_game")
@@ -71,17 +76,22 @@ class SeededEpisodes(gym.Wrapper):
             misfits.require(self.unwrapped, wrong, info)
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
-            self._resets.append(len(self._actions))
+            self._resets.append(self._n_actions)
         else:
-            self._first_episode, self._actions, self._resets = self._episode, [], []
+            self._first_episode, self._n_actions, self._resets = self._episode, 0, []
         return observation, info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._resets_next:
             observation, info = self.reset()
             return observation, 0.0, False, False, info
-        # A copy: environments may scale or clip an action in place, and would do so again when it is repeated.
-        self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
+        n = self._n_actions
+        if n < LONGEST:
+            if n == len(self._actions):
+                self._make_room(action)
+            # A copy: environments may scale or clip an action in place, and would do so again when it is repeated.
+            self._actions[n] = action
+        self._n_actions = n + 1
         returned: Any = self.env.step(action)
         try:
             observation, reward, terminated, truncated, info = returned
@@ -103,6 +113,12 @@ class SeededEpisodes(gym.Wrapper):
         info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
         return observation, reward, terminated, truncated, info
 
+    def _make_room(self, action: Any) -> None:
+        like = np.asarray(action)
+        rows = np.empty((max(64, 2 * len(self._actions)), *like.shape), like.dtype)
+        rows[: len(self._actions)] = self._actions if len(self._actions) else rows[:0]
+        self._actions = rows
+
     def _leave_game(self) -> None:
         """Have the next reset begin a new game."""
         if self._has_lives:
@@ -111,7 +127,10 @@ class SeededEpisodes(gym.Wrapper):
     @property
     def episode_state(self) -> dict[str, Any]:
         """Stream, number and actions of the current episode, or of the game that it is part of."""
-        state = {"stream": self._stream, "episode": self._first_episode, "actions": list(self._actions)}
+        if self._n_actions > LONGEST:
+            return {"stream": self._stream, "episode": self._episode, "actions": (), "is_long": True}
+        actions = self._actions[: self._n_actions].copy()
+        state = {"stream": self._stream, "episode": self._first_episode, "actions": actions}
         if self._resets_next:
             state["resets_next"] = True
         return {**state, "resets": list(self._resets)} if self._resets else state
@@ -141,7 +160,7 @@ class SeededEpisodes(gym.Wrapper):
 def episode_states(envs: Any) -> list[dict[str, Any]]:
     """Stream, number and actions of every running episode, as plain data."""
     return [
-        {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
+        {**episode, "actions": torch.from_numpy(episode["actions"]) if len(episode["actions"]) else None}
         for episode in envs.get_attr("episode_state")
     ]
 

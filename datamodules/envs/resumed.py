@@ -6,6 +6,7 @@ import numpy as np
 from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from datamodules.envs.episodes import LONGEST
 from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays
 
@@ -25,8 +26,11 @@ def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> Non
         _begin_anew(collector, everywhere, interrupted)
         return
     differs = repeat_episodes(collector.envs, running, collector.space, collector._raw, collector._resets_next)
-    if differs.any():
-        _begin_anew(collector, differs, "repeating its episode from seed and actions led elsewhere")
+    is_long = np.array([episode.get("is_long", False) for episode in running])
+    if is_long.any():
+        _begin_anew(collector, is_long, f"its episode has more than {LONGEST:,} steps, which are not repeated")
+    if (elsewhere := differs & ~is_long).any():
+        _begin_anew(collector, elsewhere, "repeating its episode from seed and actions led elsewhere")
 
 
 def _begin_anew(collector: Any, which: np.ndarray, why: str) -> None:
@@ -54,7 +58,7 @@ def repeat_episodes(
 ) -> np.ndarray:
     """Repeats episodes in a freshly reset vector; returns where they led elsewhere than ``reached``, [N]."""
     replays = [
-        {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}
+        {**e, "actions": () if e["actions"] is None else e["actions"].numpy(), "resets_next": bool(resets)}
         for e, resets in zip(episodes, resets_next, strict=True)
     ]
     envs.set_attr("episode_state", replays)
@@ -82,7 +86,7 @@ def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
 def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
     """Begins the next episode in the chosen environments; returns their first observations by index."""
     states = envs.get_attr("episode_state")
-    begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
+    begun: dict[str, Any] = {"actions": (), "resets": [], "resets_next": False}
     fresh = [
         {**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
         for s, w in zip(states, which, strict=True)

@@ -1,7 +1,10 @@
+import tracemalloc
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from datamodules.collector import Collector
@@ -301,6 +304,49 @@ def test_episode_that_cannot_be_repeated_is_begun_anew_and_says_so():
         resumed.load_state_dict(state, CPU)
     rollout = resumed.collect(act, 1, CPU)
     assert rollout["observation"][0, :, 1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_task_without_end_keeps_few_actions_and_is_begun_anew(vectorization, monkeypatch):
+    monkeypatch.setattr("datamodules.envs.episodes.LONGEST", 100)
+    make_long = lambda: make(n_envs=2, vectorization=vectorization, env_kwargs={"length": 1000})  # noqa: E731
+    collector = make_long()
+    collector.collect(act, 100, CPU)
+    exact = collector.state_dict()
+    assert [len(episode["actions"]) for episode in exact["running"]] == [100, 100]
+    following = collector.collect(act, 30, CPU)
+    beyond = collector.state_dict()
+    assert [episode["actions"] for episode in beyond["running"]] == [None, None]
+    resumed = make_long()
+    resumed.load_state_dict(exact, CPU)
+    assert torch.equal(resumed.collect(act, 30, CPU)["observation"], following["observation"])
+    anew = make_long()
+    with pytest.warns(UserWarning, match=r"environments \[0, 1\] start a new episode, because its episode has"):
+        anew.load_state_dict(beyond, CPU)
+    assert anew.begun_anew.all()
+    starts = anew.collect(act, 1, CPU)["observation"][0]
+    assert (starts[:, 1] == 0).all() and (starts[:, 0] != following["observation"][0, :, 0]).all()
+    assert anew.envs.get_attr("episode_state")[0]["episode"] == 1
+    for each in (collector, resumed, anew):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(5), spaces.Box(-1, 1, (6,), np.float32), spaces.MultiDiscrete([3, 4])]
+)
+def test_actions_take_the_memory_of_their_numbers(space):
+    env = SeededEpisodes(gym.wrappers.TransformAction(Counter(length=10**6), lambda action: 0, space))
+    env.reset(seed=1)
+    actions = [space.sample() for _ in range(3000)]
+    tracemalloc.start()
+    for action in actions:
+        env.step(action)
+    kept = sum(
+        x.size for x in tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*episodes.py")]).traces
+    )
+    tracemalloc.stop()
+    assert kept < 2.5 * sum(np.asarray(action).nbytes for action in actions)
+    np.testing.assert_array_equal(env.episode_state["actions"], np.array(actions))
 
 
 def test_engine_without_state_begins_anew_and_says_so():
