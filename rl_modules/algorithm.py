@@ -11,7 +11,7 @@ from rl_modules.common.checkpoint_file import loading
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint import load_run, restored_arrays, save_run
 from rl_modules.core.curves import Means
-from rl_modules.core.hooks import CheckedCheckpointIO, Parts, frame
+from rl_modules.core.hooks import CheckedCheckpointIO, OfRun, frame
 from rl_modules.core.resume import accumulated_gradients, finish_batch, resume_training
 from rl_modules.core.settings import Declared
 from rl_modules.core.state import GlobalGenerators, Stateful, declared, forget_state, persistent, transient
@@ -39,7 +39,7 @@ class Run(Stateful):
 
 
 class Algorithm(Declared, L.LightningModule):
-    """Base of all algorithms; a subclass defines ``training_step``. :mod:`rl_modules.core.hooks` calls ``_on_…``."""
+    """Base of all algorithms; a subclass defines ``training_step``."""
 
     run: Run = transient(lambda m: Run())
     #: The training metric that shows first whether the algorithm learns.
@@ -80,7 +80,11 @@ class Algorithm(Declared, L.LightningModule):
     def _setup(self, stage: str) -> None:
         trainer: Any = self._trainer
         CheckedCheckpointIO.install(trainer)
-        trainer.callbacks = [*trainer.callbacks, Parts(self)]
+        trainer.callbacks = [*trainer.callbacks, self.make_loop()]
+
+    def make_loop(self) -> OfRun:
+        """Returns the callback that does this family's work at the hooks of a run."""
+        raise NotImplementedError
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
 

@@ -458,10 +458,17 @@ class ControlModule(Algorithm):
 
     # ---------------------------------------------------------------- parts of hooks
 
-    def _setup(self, stage: str) -> None:
-        super()._setup(stage)
-        trainer: Any = self.trainer
-        trainer.callbacks.append(ControlLoop())
+    def make_loop(self) -> ControlLoop:
+        return ControlLoop()
+
+    def begin_epoch(self) -> None:
+        """Called at the start of each epoch of training, before a subclass's hook; does nothing here."""
+
+    def end_epoch(self) -> None:
+        """Called at the end of each epoch of training, before its point of the curves is made; does nothing here."""
+
+    def end_evaluation(self, prefix: str) -> None:
+        """Called at the end of an evaluation, whose curves begin with ``prefix``, eval or test; does nothing here."""
 
     def _after_on_train_epoch_end(self) -> None:
         if self.run.point is not None:

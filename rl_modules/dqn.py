@@ -230,7 +230,7 @@ class DQN(ControlModule):
         super().update_schedules(progress_remaining)
         decay_exploration(self, progress_remaining)
 
-    def _on_train_epoch_end(self) -> None:
+    def end_epoch(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)
 
     # ---------------------------------------------------------------- optimizer

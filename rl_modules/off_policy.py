@@ -317,10 +317,10 @@ class OffPolicyActorCritic(ControlModule):
         if lists["target_buffers"]:
             torch._foreach_copy_(lists["target_buffers"], lists["followed_buffers"])
 
-    def _on_train_epoch_start(self) -> None:
+    def begin_epoch(self) -> None:
         self._lists = None  # a callback freezes and unfreezes parts between epochs
 
-    def _on_train_epoch_end(self) -> None:
+    def end_epoch(self) -> None:
         self.record_now(n_updates=self.n_updates)
 
     # ---------------------------------------------------------------- optimizer

@@ -54,7 +54,10 @@ class ControlRun(Run):
 
 
 class ControlLoop(OfRun):
-    """What every control algorithm does at the hooks of a fit, before a subclass's own hooks."""
+    """What every control algorithm does at the hooks of a run, in order, before a subclass's own hooks.
+
+    After the own hook of an epoch's end, ``ControlModule._after_on_train_epoch_end`` writes the epoch's point.
+    """
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         if trainer.loggers:
@@ -100,6 +103,7 @@ class ControlLoop(OfRun):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         """Decides whether this epoch's diagnostics are computed."""
+        module.begin_epoch()
         module.run.logs_this_epoch = (module.current_epoch + 1) % module.log_every == 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -119,7 +123,14 @@ class ControlLoop(OfRun):
             # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
             hand_to_callbacks(trainer, means_so_far(module))
 
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.end_evaluation("eval")
+
+    def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.end_evaluation("test")
+
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.end_epoch()
         module.run.point = None
         require_finite_weights(module)
         # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.

@@ -271,13 +271,7 @@ class TabularControl(ControlModule):
 
     # ---------------------------------------------------------------- exact evaluation
 
-    def _on_validation_epoch_end(self) -> None:
-        self._log_exact("eval")
-
-    def _on_test_epoch_end(self) -> None:
-        self._log_exact("test")
-
-    def _log_exact(self, prefix: str) -> None:
+    def end_evaluation(self, prefix: str) -> None:
         """Logs the exact returns of the greedy and of the optimal policy, where there is a transition table."""
         if self._model is None:
             return

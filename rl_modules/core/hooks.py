@@ -1,10 +1,11 @@
-"""This project's parts of Lightning's hooks. They run before a subclass's hook of the same name, which needs no
-``super()``: in a plain LightningModule the inherited hook does nothing.
+"""Where this project's work at Lightning's hooks stands. It is done whether or not a subclass's hook of the same name
+calls ``super()``: in a plain LightningModule the inherited hook does nothing.
 
-A part has the hook's name after an underscore, such as ``_on_train_start``. During a run, a callback calls the module's
-parts; ``setup`` adds it, because a subclass may override ``configure_callbacks``. Lightning gives callbacks no place
-before a checkpoint is loaded, none at a datamodule's hooks, and none between a module's hook and the callbacks that
-monitor its metrics. The hooks of :data:`BEFORE` and :data:`AFTER` are therefore framed.
+Each family has one callback, :class:`rl_modules.run.ControlLoop` or :class:`rl_modules.language.loop.LanguageLoop`,
+whose methods are the order of what happens at a hook; ``setup`` adds it, because a subclass may override
+``configure_callbacks``. Lightning gives callbacks no place before a checkpoint is loaded, none at a datamodule's hooks,
+and none between a module's hook and the callbacks that monitor its metrics. Only there hooks are framed: those of
+:data:`BEFORE` and :data:`AFTER`, by methods with the hook's name after an underscore.
 """
 
 import functools
@@ -32,19 +33,6 @@ class OfRun(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")
-
-
-class Parts(OfRun):
-    """Calls a module's parts."""
-
-    def __init__(self, module: Any) -> None:
-        for part in dir(type(module)):
-            if part.startswith("_on_") and hasattr(L.Callback, part[1:]) and part[1:] not in BEFORE:
-                setattr(self, part[1:], functools.partial(_call, part))
-
-
-def _call(part: str, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
-    getattr(module, part)(*args)
 
 
 def frame(cls: Any) -> None:

@@ -11,7 +11,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_modules.algorithm import begin_training
 from rl_modules.common.arguments import build, require_callable
 from rl_modules.common.named_code import named_code, named_kernels
 from rl_modules.core.hooks import copy_for_averages
@@ -28,13 +27,13 @@ from rl_modules.language.architecture import (
     text_config,
     transformers_model,
 )
-from rl_modules.language.contract import BatchCheck
 from rl_modules.language.experts import check_router_loss
 from rl_modules.language.export import export_model
 from rl_modules.language.fast.cast_weights import cast_together
-from rl_modules.language.fast.kernels import compile_layers, use_liger_kernel
+from rl_modules.language.fast.kernels import use_liger_kernel
 from rl_modules.language.fast.light_layers import lighten
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
+from rl_modules.language.loop import LanguageLoop
 from rl_modules.language.lora import refuse_biases_of_16_bits
 from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.models import (
@@ -63,7 +62,6 @@ from rl_modules.language.precision import adopt_precision, require_float32_maste
 from rl_modules.language.pretrained import check_model_object, prepared, tokenizer_from_dict, tokenizer_name
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_to_dict
-from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -233,7 +231,7 @@ class LanguageModule(LanguageMetrics):
             check_model_object(self._given_model[0], self.model_config)
         self._own_names: set[str] = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: dict[str, str] = {}
-        self._throughput = Throughput()
+        self.throughput = Throughput()
         self._sources = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -357,21 +355,30 @@ class LanguageModule(LanguageMetrics):
         """
         return export_model(self.model, self.tokenizer, folder)
 
-    def _setup(self, stage: str) -> None:
-        super()._setup(stage)
-        trainer: Any = self.trainer
-        if getattr(trainer.datamodule, "kind", None) is None:  # a loader that is not this project's
-            trainer.callbacks = [*trainer.callbacks, BatchCheck()]
+    def make_loop(self) -> LanguageLoop:
+        # Another loader's batches are checked: this project's datamodules have a kind.
+        return LanguageLoop(getattr(getattr(self.trainer, "datamodule", None), "kind", None) is None)
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
-    def _on_fit_start(self) -> None:
-        if self.trainer.loggers:
-            log_settings(self.trainer)
+    def begin_fit(self) -> None:
+        """Called at the start of each fit, after the weights are there; a subclass extends it."""
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
         self.check_architecture()
+
+    def begin_batch(self) -> None:
+        """Called before each batch of training; does nothing here."""
+
+    def end_training(self) -> None:
+        """Called after the last batch of a fit and its point of the curves; does nothing here."""
+
+    def begin_evaluation(self) -> None:
+        """Called before each validation and test; does nothing here."""
+
+    def end_validation(self) -> None:
+        """Called after each validation; does nothing here."""
 
     def check_architecture(self) -> None:
         """Checks which fast paths are exact for the model; algorithms with further fast paths extend this.
@@ -409,15 +416,6 @@ class LanguageModule(LanguageMetrics):
         checkpoints.add_frozen_to(self, checkpoint)
         super()._on_load_checkpoint(checkpoint)
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
-
-    def _on_train_start(self) -> None:
-        if self.torch_compile:
-            compile_layers(self)
-        self.run.began_at = (self.trainer.global_step, self.num_tokens)
-        self._throughput.restart(self.num_tokens)
-        if self.run.resumes:
-            checkpoints.take_up(self)
-        begin_training(self)
 
     # ---------------------------------------------------------------- optimizer
 

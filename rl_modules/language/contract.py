@@ -6,18 +6,15 @@ Protocols. Neither imports the other: both import this file, and mypy checks bot
 checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
-from rl_modules.core.hooks import OfRun
-from rl_modules.core.seams import DATAMODULES
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 
 if TYPE_CHECKING:
-    from rl_modules.language.base import LanguageModule
+    pass
 
 
 class DemonstrationBatch(TypedDict, total=False):
@@ -267,40 +264,6 @@ class CompletionLearner(WritingLearner, Protocol):
 
     def record(self, weight: Any = 1.0, /, **metrics: Any) -> None:
         """Adds to the curves."""
-
-
-# ---------------------------------------------------------------- batches of other loaders
-
-
-class BatchCheck(OfRun):
-    """Refuses batches that a language algorithm can't read, such as those of a ``DataLoader`` of token ids."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "training_step")
-
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "validation_step")
-
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "test_step")
-
-    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *others: Any) -> None:
-        require_tokens(module, batch, "predict_step")
-
-
-def require_tokens(module: "LanguageModule", batch: Any, step: str) -> None:
-    """Refuses a batch without tokens. Batches of a user-defined step are not checked."""
-    if isinstance(batch, Mapping) and "tokens" in batch:
-        return
-    kind = getattr(module, "learns_from", "")
-    fitting = DATAMODULES.get(kind if isinstance(kind, str) else kind[0])
-    if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
-        return
-    came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise UsageError(
-        f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
-        f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them"
-    )
 
 
 if TYPE_CHECKING:  # mypy compares the modules with what they must be

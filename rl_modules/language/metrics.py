@@ -54,7 +54,7 @@ class LanguageMetrics(Algorithm):
     # Names that the module has recorded, and those that reward functions have logged, by displayed name.
     _own_names: set[str] = made()
     _logged_names: dict[str, str] = made()
-    _throughput: Throughput = made()
+    throughput: Throughput = made()
 
     @property
     def trained_models(self) -> list[Any]:
@@ -119,20 +119,12 @@ class LanguageMetrics(Algorithm):
 
     _after_on_train_batch_end = write_due_metrics
 
-    def _on_fit_end(self) -> None:
-        # A complete run that is resumed does not train; its checkpoint was written before the last point.
-        if not self.run.has_begun:
-            self._throughput.restart(self.num_tokens)
-            self._write_last_point()
-
-    def _write_last_point(self) -> None:
+    def write_last_point(self) -> None:
         """Logs the means since the last point, which a run that resumes from here continues."""
         if self._means:
             unfinished = copy(self._means), self.regular_metrics
             self.write_metrics()
             self._means, self.regular_metrics = unfinished
-
-    _on_train_end = _write_last_point
 
     def write_metrics(self) -> None:
         """Logs one point of every training curve: means since the last point, over all ranks."""
@@ -142,7 +134,7 @@ class LanguageMetrics(Algorithm):
         metrics["train/learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if self.num_tokens:
             metrics["train/num_tokens"] = float(self.num_tokens)
-        rates = self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
+        rates = self.throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
         metrics |= {**rates, **device_figures(torch.nn.ModuleList(self.trained_models), self.trainer, rates)}
         metrics = self.summarize(metrics)
         self.latest_metrics.update(metrics)
@@ -157,7 +149,7 @@ class LanguageMetrics(Algorithm):
         """Means of what was recorded since the last point, by displayed name; ranks call this together."""
         return {displayed_name(name): mean for name, mean in self._means.means(self.trainer).items()}
 
-    def _answer_monitors(self) -> None:
+    def answer_monitors(self) -> None:
         """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves."""
         known = self.trainer.callback_metrics
         unknown = [
@@ -170,15 +162,7 @@ class LanguageMetrics(Algorithm):
         means = self.summarize(self._means_over_ranks())
         hand_to_callbacks(self.trainer, {name: means[name] for name in unknown if name in means})
 
-    _after_on_train_epoch_end = _answer_monitors
-
-    def _on_validation_start(self) -> None:
-        if self.is_fitting and not self.trainer.sanity_checking:
-            self._answer_monitors()
-            self._throughput.pause()
-
-    def _on_validation_end(self) -> None:
-        self._throughput.resume()
+    _after_on_train_epoch_end = answer_monitors
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds functions of means, ``train/…`` or ``eval/…``, such as the perplexity; called before logging."""
@@ -196,7 +180,8 @@ class LanguageMetrics(Algorithm):
             metrics, on_step=False, on_epoch=True, logger=not self.is_fitting, batch_size=weight, sync_dist=True
         )
 
-    def _finish_evaluation(self) -> None:
+    def finish_evaluation(self) -> None:
+        """Logs what follows from the means of an evaluation, and draws them in a ``fit``; a subclass extends it."""
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
         # The means include the derived metrics of the last evaluation.
@@ -204,8 +189,3 @@ class LanguageMetrics(Algorithm):
             self.log_dict(derived, logger=not self.is_fitting)
         if self.is_fitting:
             write_point(self.trainer, metrics, self.place)
-
-    def _on_validation_epoch_end(self) -> None:
-        self._finish_evaluation()  # which a subclass extends
-
-    _on_test_epoch_end = _on_validation_epoch_end

@@ -113,15 +113,13 @@ class LanguagePolicy(LanguageModule):
         if self._sampler is not None:
             self._sampler.forget_weights()
 
-    def _on_validation_start(self) -> None:
-        super()._on_validation_start()
+    def begin_evaluation(self) -> None:
         self._forget_weights()  # `WeightAveraging` evaluates averages
 
-    def _on_validation_end(self) -> None:
-        super()._on_validation_end()
+    def end_validation(self) -> None:
         self._forget_weights()
 
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self) -> None:
         if self._sampler is not None:
             self._sampler.sleep()
 
@@ -156,7 +154,7 @@ class LanguagePolicy(LanguageModule):
                 written = converse(self.sampler, prompts, seeds, settings, partner)
             watch.stop()
         if self._trainer is not None and self.trainer.training:
-            self._throughput.add(written.length if written.written is None else written.written.sum(1), watch)
+            self.throughput.add(written.length if written.written is None else written.written.sum(1), watch)
         return written
 
     def settings(self, **different: Any) -> SamplingSettings:

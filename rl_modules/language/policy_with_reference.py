@@ -172,8 +172,8 @@ class PolicyWithReference(LanguagePolicy):
                 judge.eval()
         return self
 
-    def _on_fit_start(self) -> None:
-        super()._on_fit_start()
+    def begin_fit(self) -> None:
+        super().begin_fit()
         self.train()
 
     @contextmanager
@@ -185,8 +185,8 @@ class PolicyWithReference(LanguagePolicy):
             with self.model.disable_adapter():
                 yield self.model
 
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super()._on_train_batch_start(batch, batch_idx)
+    def begin_batch(self) -> None:
+        super().begin_batch()
         if self.sync_ref_model and self.wants_reference:
             self.sync_reference()
 

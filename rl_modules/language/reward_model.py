@@ -120,12 +120,8 @@ class RewardModel(LanguageModule):
 
     # ---------------------------------------------------------------- evaluation
 
-    def _on_validation_start(self) -> None:
-        super()._on_validation_start()
+    def begin_evaluation(self) -> None:
         self.preference_metrics.reset()  # of an evaluation that was interrupted
-
-    def _on_test_start(self) -> None:
-        self.preference_metrics.reset()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         chosen, rejected = self.pair_scores(batch)
@@ -137,7 +133,7 @@ class RewardModel(LanguageModule):
         chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
-    def _finish_evaluation(self) -> None:
+    def finish_evaluation(self) -> None:
         scalars, bins = self.preference_metrics.compute()
         self.preference_metrics.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
@@ -222,8 +218,7 @@ class RewardModel(LanguageModule):
             config.pad_token_id = tokenizer.pad_token_id
         return export_model(self.model, tokenizer, folder)
 
-    def _on_train_end(self) -> None:
-        super()._on_train_end()
+    def end_training(self) -> None:
         # `score` and `export` read the offset; the last checkpoint may be older than the weights, or not exist.
         self._measure_offset()
 

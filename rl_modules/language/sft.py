@@ -47,8 +47,8 @@ class SFT(LanguagePolicy):
         has_rewards = len(getattr(getattr(self._trainer, "datamodule", None), "rewards", ())) > 0
         return ("eval/pass@1", "max") if has_rewards else ("eval/loss", "min")
 
-    def _on_fit_start(self) -> None:
-        super()._on_fit_start()
+    def begin_fit(self) -> None:
+        super().begin_fit()
         # Of a model that also takes images, the language model's rates are in a part of the config.
         fields = {**self.model.config.to_dict(), **text_config(self.model.config).to_dict()}
         rates = [value for key, value in fields.items() if "drop" in key or "jitter" in key]
