@@ -194,7 +194,7 @@ class ControlDataModule(Experience):
                 check_vector(self.example_env, self)
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
-            warn_of_idle(self, self.idle_arguments())
+            warn_of_idle(self.declared_settings, self.hparams, self.idle_arguments())
             forget_state(self)
             self._collector = self.make_collector()
             self._started_at, self._started_s = 0, time.monotonic()

@@ -23,6 +23,7 @@ from rl_modules.state_dependent_noise import exploring_act
 if TYPE_CHECKING:  # imported where a policy has a memory, and where something is normalised
     from datamodules.memory import Memory
     from datamodules.normalization import Normalizers
+    from rl_modules.base import ControlModule
 
 
 class Collector(Stateful):
@@ -245,7 +246,7 @@ class Collector(Stateful):
 # ---------------------------------------------------------------- calls of the algorithm
 
 
-def rollout_act(learner: Any) -> Act:
+def rollout_act(learner: "ControlModule") -> Act:
     """Returns what collects one rollout: the algorithm's ``act``, with ``use_sde`` with its noise, in its precision."""
     act: Any = learner.act
     if learner.hparams.get("use_sde"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from datamodules.collector import rollout_act
+from rl_modules.base import ControlModule
 from rl_modules.contract import Act, Rollout
 
 #: Attributes that a copy does not share with the learner.
@@ -59,16 +60,16 @@ class CollectedAhead:
         self._pool = None
 
 
-def frozen_copy(learner: Any) -> Any:
+def frozen_copy(learner: ControlModule) -> Any:
     """A copy in evaluation mode with networks of its own, and the learner's other attributes."""
     other = copy.copy(learner)
     other.__dict__["_trainer"] = learner._trainer  # a copy has none
-    other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner._modules.items()}
+    other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner.named_children()}
     other.__dict__.update(_own_tensors(learner), training=False)
     return other.requires_grad_(False)
 
 
-def _own_tensors(learner: Any) -> dict[str, Any]:
+def _own_tensors(learner: ControlModule) -> dict[str, Any]:
     """Copies of the parameters and buffers that the learner itself has, beside those of its networks."""
     copies = {}
     for kind in ("_parameters", "_buffers"):

@@ -43,7 +43,7 @@ STORED_ACTIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Mult
 WARM_UP_STEPS = 128
 
 
-def without_priorities(data: Any) -> str | None:
+def without_priorities(data: "ReplayDataModule") -> str | None:
     """The rule of arguments that have no effect while transitions are drawn uniformly."""
     return None if data.prioritized_replay else "while prioritized_replay is false; set that to true"
 

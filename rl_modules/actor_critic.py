@@ -18,7 +18,7 @@ from rl_modules.networks.custom import CustomActorCritic
 from rl_modules.networks.layers import check_widths
 
 
-def outside_box(module: Any) -> str | None:
+def outside_box(module: "ActorCriticModule") -> str | None:
     """The reason why an argument of real actions is idle."""
     if isinstance(module.action_space, spaces.Box):
         return None

@@ -173,12 +173,10 @@ class Algorithm(Declared, L.LightningModule):
         """
         with loading(cls, checkpoint_path, hparams_file, kwargs) as saved:
             given = {**restored_arrays(saved, "hyper_parameters"), **kwargs}
-            return super().load_from_checkpoint(  # type: ignore[misc]
-                checkpoint_path, map_location, None, strict, weights_only, **given
-            )
+            return super().load_from_checkpoint(checkpoint_path, map_location, None, strict, weights_only, **given)
 
 
-def begin_training(module: Any) -> None:
+def begin_training(module: "Algorithm") -> None:
     """Completes what Lightning loads of a checkpoint, right before the first batch."""
     if module.run.resumes:
         resume_training(module)

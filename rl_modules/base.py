@@ -61,7 +61,7 @@ def plain_space(value: Any) -> Any:
     return space_to_dict(value) if isinstance(value, spaces.Space) else value
 
 
-def beside_network(module: Any) -> str | None:
+def beside_network(module: "ControlModule") -> str | None:
     """The reason why an argument of the project's networks is idle."""
     if module.own_network is None:
         return None
@@ -87,7 +87,7 @@ def sde_sample_freq(interval: str = "rollout") -> Any:
     )
 
 
-def without_sde(module: Any) -> str | None:
+def without_sde(module: "ControlModule") -> str | None:
     """The reason why an argument of the noise is idle."""
     return None if module.use_sde else "while use_sde is false; set that to true"
 

@@ -1,6 +1,6 @@
 """Checkpoints of the control algorithms: what a run may resume from, warm starts, statistics as plain data."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,11 @@ from rl_modules.contract import Statistics
 from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.fast.adam import class_names
 
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
 
-def save(module: Any, checkpoint: dict[str, Any]) -> None:
+
+def save(module: "ControlModule", checkpoint: dict[str, Any]) -> None:
     """Adds what a control algorithm needs to resume to Lightning's checkpoint."""
     if module.is_fitting:
         # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
@@ -30,7 +33,7 @@ def save(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer_classes"] = class_names(module.trainer.optimizers) if module.is_fitting else None
 
 
-def load(module: Any, checkpoint: dict[str, Any]) -> None:
+def load(module: "ControlModule", checkpoint: dict[str, Any]) -> None:
     """Restores what :func:`save` added; refuses a checkpoint of another run."""
     module._require_own(checkpoint)
     if module._trainer is not None:
@@ -49,7 +52,7 @@ def load(module: Any, checkpoint: dict[str, Any]) -> None:
         module.run.optimizers_saved = checkpoint.get("optimizer_classes")
 
 
-def require_resumable(module: Any, checkpoint: dict[str, Any]) -> None:
+def require_resumable(module: "ControlModule", checkpoint: dict[str, Any]) -> None:
     """Refuses a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""
     for name in SPACES:
         saved: Any = settings_of(checkpoint).get(name)
@@ -88,7 +91,7 @@ def require_resumable(module: Any, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def require_same_optimizers(module: Any) -> None:
+def require_same_optimizers(module: "ControlModule") -> None:
     """Refuses to resume with optimizers of other classes than those whose state was loaded."""
     before, here = module.run.optimizers_saved, class_names(module.trainer.optimizers)
     if before is not None and before != here:
@@ -99,7 +102,7 @@ def require_same_optimizers(module: Any) -> None:
     module.run.optimizers_saved = None
 
 
-def load_initial_weights(module: Any, path: str) -> None:
+def load_initial_weights(module: "ControlModule", path: str) -> None:
     """Loads the weights and the normalisers' statistics of a checkpoint; everything else starts from scratch."""
     checkpoint = read_checkpoint(path, "init_from")
     if checkpoint.get("algorithm") not in [cls.__name__ for cls in type(module).__mro__]:
@@ -115,7 +118,7 @@ def load_initial_weights(module: Any, path: str) -> None:
 
 
 def require_same_network(
-    module: Any, checkpoint: dict[str, Any], weights: dict[str, Any], what: str, is_strict: bool
+    module: "ControlModule", checkpoint: dict[str, Any], weights: dict[str, Any], what: str, is_strict: bool
 ) -> None:
     """Refuses weights of other shapes than the module's, under ``is_strict`` of other names too."""
     here, there = (
@@ -140,7 +143,7 @@ def require_same_network(
     raise UsageError(f"{what} holds another network ({'; '.join(differ[:2]) or first}); give the same arguments")
 
 
-def load_statistics(module: Any, checkpoint: dict[str, Any]) -> None:
+def load_statistics(module: "ControlModule", checkpoint: dict[str, Any]) -> None:
     """Restores the statistics that observations are normalised with."""
     module.observation_statistics = tree_map(
         lambda s: s and (s[0].cpu().numpy(), s[1].cpu().numpy(), s[2]), checkpoint.get("observation_statistics")
@@ -163,14 +166,14 @@ def space_brief(space: spaces.Space | dict[str, Any]) -> str:
     return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
 
 
-def without_integers(data: Any) -> Any:
-    """Returns a description without the dtypes of choices, which no weight depends on."""
-    if isinstance(data, list):
-        return [without_integers(part) for part in data]
-    if not isinstance(data, dict):
-        return data
-    chooses = data.get("type") in ("Discrete", "MultiDiscrete")
-    return {key: without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
+def without_integers(described: Any) -> Any:
+    """Returns the description of a space without the dtypes of choices, which no weight depends on."""
+    if isinstance(described, list):
+        return [without_integers(part) for part in described]
+    if not isinstance(described, dict):
+        return described
+    chooses = described.get("type") in ("Discrete", "MultiDiscrete")
+    return {key: without_integers(part) for key, part in described.items() if not (chooses and key == "dtype")}
 
 
 def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
@@ -186,10 +189,10 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
     )
 
 
-def _without_bounds(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _without_bounds(part) for key, part in data.items() if key not in ("low", "high")}
-    return [_without_bounds(part) for part in data] if isinstance(data, list) else data
+def _without_bounds(described: Any) -> Any:
+    if isinstance(described, dict):
+        return {key: _without_bounds(part) for key, part in described.items() if key not in ("low", "high")}
+    return [_without_bounds(part) for part in described] if isinstance(described, list) else described
 
 
 # ---------------------------------------------------------------- callables that make optimizers and schedulers
@@ -198,7 +201,7 @@ def _without_bounds(data: Any) -> Any:
 _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
 
 
-def factory_names(module: Any) -> dict[str, str]:
+def factory_names(module: "ControlModule") -> dict[str, str]:
     """Returns the names of a module's factories by argument."""
     made_by = {name: getattr(module, attribute, None) for name, attribute in _ATTRIBUTES.items()}
     # A partial is named by its class.
@@ -207,13 +210,13 @@ def factory_names(module: Any) -> dict[str, str]:
     }
 
 
-def missing_factories(module: Any, checkpoint: dict[str, Any]) -> dict[str, str]:
+def missing_factories(module: "ControlModule", checkpoint: dict[str, Any]) -> dict[str, str]:
     """Returns the names of the factories that the checkpoint's module had and this one lacks."""
     here = factory_names(module)
     return {name: given for name, given in checkpoint.get("factories", {}).items() if name not in here}
 
 
-def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
+def warn_of_missing(module: "ControlModule", missing: dict[str, str]) -> None:
     """Warns at the start of a fit of the checkpoint's factories that the module lacks."""
     given = " and ".join(f"{name}={value}" for name, value in missing.items())
     again = ", ".join(f"{name}=…" for name in missing)
@@ -245,6 +248,6 @@ def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int
     return 0
 
 
-def preparation(learner: Any) -> dict[str, Any]:
+def preparation(algorithm: Any) -> dict[str, Any]:
     """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
-    return {name: learner.hparams.get(name) for name in getattr(learner, "shapes_batch", ())}
+    return {name: algorithm.hparams.get(name) for name in getattr(algorithm, "shapes_batch", ())}

@@ -17,7 +17,7 @@ from rl_modules.common.seeding import generator_of
 from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import made, setting
 from rl_modules.core.state import persistent, transient
-from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
+from rl_modules.exploration import epsilon_greedy, exploration_rate, require_finite_actions
 from rl_modules.fast.adam import adam
 from rl_modules.networks.custom import custom_q_network
 from rl_modules.networks.layers import check_widths
@@ -228,7 +228,10 @@ class DQN(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        decay_exploration(self, progress_remaining)
+        self.exploration_rate = exploration_rate(
+            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
+        )
+        self.record_now(**{"rollout/exploration_rate": self.exploration_rate})
 
     def end_epoch(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)

@@ -1,7 +1,5 @@
 """ε-greedy actions."""
 
-from typing import Any
-
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -34,14 +32,6 @@ def epsilon_greedy(
         random = sample_allowed(action_space, mask.to(device), generator)
     explores, random = (x.to(greedy.device, non_blocking=True) for x in (explores, random))
     return torch.where(explores, random, greedy)
-
-
-def decay_exploration(module: Any, progress_remaining: float) -> None:
-    """Sets and records a module's ε."""
-    module.exploration_rate = exploration_rate(
-        progress_remaining, module.exploration_fraction, module.exploration_initial_eps, module.exploration_final_eps
-    )
-    module.record_now(**{"rollout/exploration_rate": module.exploration_rate})
 
 
 def require_finite_actions(name: str, action_space: spaces.Space) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -198,7 +199,7 @@ _ADAPTERS: tuple[tuple[type[Logger], type[LoggerAdapter]], ...] = (
 )
 
 
-def adapters(trainer: Any) -> list[LoggerAdapter]:
+def adapters(trainer: L.Trainer) -> list[LoggerAdapter]:
     """Returns the adapters of a Trainer's loggers, in their order; none on ranks other than the first."""
     if not trainer.is_global_zero:
         return []
@@ -208,9 +209,9 @@ def adapters(trainer: Any) -> list[LoggerAdapter]:
     ]
 
 
-def log_settings(trainer: Any) -> None:
+def log_settings(trainer: L.Trainer) -> None:
     """Writes a run's settings to each logger before its first step, unless ``enable_autolog_hparams`` is false."""
-    settings = flat_settings(trainer.lightning_module, trainer.datamodule)
+    settings = flat_settings(trainer.lightning_module, getattr(trainer, "datamodule", None))
     for adapter in adapters(trainer) if trainer.enable_autolog_hparams else ():
         adapter.write_settings(settings)
 

@@ -14,7 +14,7 @@ from rl_modules.common.spaces import is_image
 from rl_modules.contract import Experience, Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
-from rl_modules.exploration import decay_exploration, epsilon_greedy, require_finite_actions
+from rl_modules.exploration import epsilon_greedy, exploration_rate, require_finite_actions
 from rl_modules.networks.custom import custom_q_network
 from rl_modules.networks.encoders import build_encoder, encoding_width
 from rl_modules.networks.layers import activation, check_widths, hidden_widths, last_layer
@@ -144,7 +144,10 @@ class PQN(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        decay_exploration(self, progress_remaining)
+        self.exploration_rate = exploration_rate(
+            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
+        )
+        self.record_now(**{"rollout/exploration_rate": self.exploration_rate})
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns RAdam at 2.5e-4, as the paper and CleanRL take."""

@@ -1,6 +1,6 @@
 """A run of a control algorithm: its network from the environment's spaces, its part of Lightning's loop, its curves."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
@@ -22,6 +22,9 @@ from rl_modules.fast.updates import RecordedUpdate
 from rl_modules.loggers import log_settings
 from rl_modules.networks.encoders import extractor_of
 from rl_modules.ranks import episodes_of_all_ranks
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
 
 
 class ControlRun(Run):
@@ -157,17 +160,18 @@ class ControlLoop(OfRun):
             module.step_schedulers()
 
 
-def recorded_step(module: Any) -> Any:
+def recorded_step(module: "ControlModule") -> Any:
     """Returns what replaces ``training_step`` under ``graph=True``."""
     if module.experience.kind == "replay":
         return RecordedUpdate(module)
-    return module.source.recorded_iteration()
+    source: Any = module.source  # of rollouts
+    return source.recorded_iteration()
 
 
 # ---------------------------------------------------------------- before a run
 
 
-def take_spaces(module: Any) -> None:
+def take_spaces(module: "ControlModule") -> None:
     """Takes the datamodule's spaces, or refuses others than those of the weights."""
     source = module.source
     for name in SPACES:
@@ -179,7 +183,7 @@ def take_spaces(module: Any) -> None:
             check_same_space(name, mine, space, type(module).__name__, source.env_name)
 
 
-def build(module: Any) -> None:
+def build(module: "ControlModule") -> None:
     """Builds the network from the spaces among the hyperparameters."""
     hp = module.hparams
     if hp.get("observation_space") is None or hp.get("action_space") is None:
@@ -201,11 +205,11 @@ def build(module: Any) -> None:
     if not module.is_built:
         raise UsageError(f"{type(module).__name__}.build_network must set self.network, a torch.nn.Module")
     if module.is_fitting:
-        warn_of_idle(module, module.idle_arguments())
+        warn_of_idle(module.declared_settings, module.hparams, module.idle_arguments())
 
 
 @torch.no_grad()
-def begin_target(module: Any) -> None:
+def begin_target(module: "ControlModule") -> None:
     """Copies the followed weights to a ``target_network`` of the same form, at the start of each fit."""
     if (target := module._modules.get("target_network")) is None:
         return
@@ -235,7 +239,7 @@ REDUCE_FX: dict[Any, str] = {
 }
 
 
-def draw(module: Any, name: str, value: Any, reduce_fx: Any, logger: bool | None) -> bool:
+def draw(module: "ControlModule", name: str, value: Any, reduce_fx: Any, logger: bool | None) -> bool:
     """Adds a value that ``log`` was given in training to the next point of its curve; returns whether it did."""
     trainer, reduction = module._trainer, REDUCE_FX.get(reduce_fx)
     if trainer is None or not trainer.training or reduction is None:
@@ -252,12 +256,12 @@ def draw(module: Any, name: str, value: Any, reduce_fx: Any, logger: bool | None
 
 
 @_disable_dynamo
-def log_outside_of_graphs(module: Any, *args: Any, **options: Any) -> None:
+def log_outside_of_graphs(module: "ControlModule", *args: Any, **options: Any) -> None:
     """Lightning inspects signatures and stores values by name, which Dynamo can't trace."""
     module.log(*args, **options)
 
 
-def means_so_far(module: Any) -> dict[str, float]:
+def means_so_far(module: "ControlModule") -> dict[str, float]:
     """Means since the last point of the curves, over all ranks; a logged value replaces a recorded one."""
     means = module._means.means(module.trainer)
     logged = {name.removeprefix(LOGGED): x for name, x in means.items() if name.startswith(LOGGED)}
@@ -265,7 +269,7 @@ def means_so_far(module: Any) -> dict[str, float]:
     return {**{name: x for name, x in means.items() if not name.startswith(LOGGED)}, **logged}
 
 
-def write_metrics(module: Any, rollout: dict[str, float], step: int) -> None:
+def write_metrics(module: "ControlModule", rollout: dict[str, float], step: int) -> None:
     """Writes one point of every training curve, with the datamodule's metrics, and begins the next."""
     latest = {name: float(value) for name, value in module.run.latest.items()}
     metrics = {**rollout, **latest, **means_so_far(module)}
@@ -274,7 +278,7 @@ def write_metrics(module: Any, rollout: dict[str, float], step: int) -> None:
     module._means, module.run.latest, module.run.objects = module._means.begun_anew(), {}, {}
 
 
-def log_evaluation(module: Any, batch: dict[str, Tensor], prefix: str) -> None:
+def log_evaluation(module: "ControlModule", batch: dict[str, Tensor], prefix: str) -> None:
     """Logs mean and spread of the returns of evaluation episodes, over all ranks."""
     if module.trainer.world_size > 1:
         batch = episodes_of_all_ranks(batch, module.device)
@@ -289,14 +293,16 @@ def log_evaluation(module: Any, batch: dict[str, Tensor], prefix: str) -> None:
     write_evaluation(module, metrics, batch_size=len(reward), sync_dist=True)
 
 
-def require_finite_weights(module: Any) -> None:
+def require_finite_weights(module: "ControlModule") -> None:
     """Stops the run before a callback saves weights that are not finite."""
     named = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     if not named or bool(torch.stack(torch._foreach_norm(list(named.values()))).isfinite().all()):
         return
     bad = next((name for name, p in named.items() if not torch.isfinite(p).all()), None)
     if bad is not None:  # else the square of a large weight is infinite
-        module.source.metrics()  # names the environment if a recorded rollout was not finite
+        source: Any = module.source
+        if hasattr(source, "metrics"):
+            source.metrics()  # names the environment if a recorded rollout was not finite
         raise UsageError(
             f"after {module.source.num_timesteps:,} transitions the parameter {bad} is NaN or infinite; "
             "earlier checkpoints are untouched: lower learning_rate or max_grad_norm"

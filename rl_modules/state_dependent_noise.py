@@ -1,7 +1,7 @@
 """Generalized state-dependent exploration (gSDE): the noise matrices of a rollout, and the actions that they make."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gymnasium import spaces
@@ -9,6 +9,10 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.distributions.independent import DiagGaussian
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
+
 
 #: Added to the variance, as in Stable-Baselines3.
 EPSILON = 1e-6
@@ -61,7 +65,7 @@ class StateDependentGaussian(DiagGaussian):
         return self._shaped(self.mean.detach() + torch.bmm(self.features[:, None], matrices)[:, 0])
 
 
-def check_sde(module: Any) -> None:
+def check_sde(module: "ControlModule") -> None:
     """Refuses state-dependent noise where it can't be used."""
     if not isinstance(module.action_space, spaces.Box):
         raise UsageError(
@@ -75,9 +79,9 @@ def check_sde(module: Any) -> None:
         )
 
 
-def exploring_act(module: Any) -> Callable[..., Any]:
+def exploring_act(module: "ControlModule") -> Callable[..., Any]:
     """Returns a module's ``act`` with the noise matrices of one rollout."""
-    matrices = NoiseMatrices(module.sde_sample_freq)
+    matrices = NoiseMatrices(module.hparams["sde_sample_freq"])
 
     def act(*args: Any, **arguments: Any) -> Any:
         module.run.noise_matrices = matrices

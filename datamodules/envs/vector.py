@@ -74,13 +74,17 @@ def make_vector_env(
             for _ in range(n_envs):
                 made.append(make())
                 opened.enter_context(closed_on_error(made[-1]))
-            return SyncVectorEnv([lambda env=env: env for env in made], copy=False, autoreset_mode=mode)
+            return SyncVectorEnv([functools.partial(_itself, env) for env in made], copy=False, autoreset_mode=mode)
     # A mistake in the arguments is reported by this process, not by a worker's traceback.
     make().close()
     envs = AsyncVectorEnv.__new__(AsyncVectorEnv)  # whose processes can be ended if one of them fails at the start
     with closed_on_error(envs):
         envs.__init__([make] * n_envs, copy=False, autoreset_mode=mode)  # type: ignore[misc]
     return envs
+
+
+def _itself(env: gym.Env) -> gym.Env:
+    return env
 
 
 def _make_seeded(

@@ -78,7 +78,7 @@ class LanguageDataModule(RecordLoading):
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
         if stage == "fit":
-            warn_of_idle(self, self.idle_arguments())
+            warn_of_idle(self.declared_settings, self.hparams, self.idle_arguments())
             if batches := getattr(self.trainer, "overfit_batches", 0):
                 notice(
                     f"overfit_batches={batches} repeats no batch: they are made anew in every "

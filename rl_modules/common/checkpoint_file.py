@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.foreign_names import refuse_foreign_call
 from rl_modules.common.stored_arguments import building, is_storable, name_of, settings_of
 from rl_modules.core.settings import Declared, takes_own_arguments
+
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
+
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -226,7 +230,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def widen(module: Any, state_dict: dict[str, Any]) -> None:
+def widen(module: "Algorithm", state_dict: dict[str, Any]) -> None:
     """Converts a module without a Trainer of another precision to 64 bits where the checkpoint has these."""
     trainer = module._trainer
     if trainer is not None and trainer.precision != "64-true":

@@ -21,7 +21,7 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
             part.__dict__["training"] = True
 
 
-def is_double(module: Any) -> bool:
+def is_double(module: nn.Module) -> bool:
     """Returns whether a module's weights are float64."""
     first: Tensor | None = next(iter(module.parameters()), None)
     return first is not None and first.dtype is torch.float64

@@ -1,6 +1,6 @@
 """Gymnasium spaces: as plain data, which a checkpoint may hold, and what is in them as arrays and a policy's inputs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.images import image_channels
 from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
 from rl_modules.common.modules import in_double, is_double, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
 
 #: The spaces of an environment, by the names of its attributes and of the hyperparameters.
 SPACES = ("observation_space", "action_space")
@@ -163,7 +166,7 @@ def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- inputs of a policy
 
 
-def policy_input(module: Any, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
+def policy_input(module: "ControlModule", observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
     """Converts one observation or a batch to tensors on the module's device, normalised and with their masks."""
     space = module.observation_space
     try:

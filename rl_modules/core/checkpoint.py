@@ -1,6 +1,6 @@
 """What a checkpoint holds of a run, written and read: the declared state of its algorithm and its ranks."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_modules.common.arguments import has_arrays, plain
 from rl_modules.common.checkpoint_file import make_loadable, widen
@@ -10,8 +10,11 @@ from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
 from rl_modules.core.state import load_state, pack, state_of, unpack
 from rl_modules.ranks import of_other_ranks, of_this_rank
 
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
 
-def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
+
+def save_run(module: "Algorithm", checkpoint: dict[str, Any]) -> None:
     """Adds what a run needs to resume to Lightning's checkpoint."""
     trainer, is_whole = module._trainer, module.is_fitting
     keep_earlier_checkpoint(trainer, module.run.has_begun)
@@ -21,8 +24,8 @@ def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
         key: arrays_among(checkpoint[key], made) for key, made in parts.items() if key in checkpoint
     }
     checkpoint["algorithm"] = type(module).__name__
-    if is_whole and is_cut_off(trainer):
-        reopen_epoch(trainer, checkpoint)
+    if is_whole and is_cut_off(module.trainer):
+        reopen_epoch(module.trainer, checkpoint)
     own: dict[str, Any] = {
         "run": state_of(module, is_whole) | state_of(module.run, is_whole),
         "generators": module.run.generators.state(module.device),
@@ -34,7 +37,7 @@ def save_run(module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint.update(own, other_ranks=of_other_ranks(own, trainer))
 
 
-def load_run(module: Any, checkpoint: dict[str, Any]) -> None:
+def load_run(module: "Algorithm", checkpoint: dict[str, Any]) -> None:
     """Restores what :func:`save_run` added."""
     widen(module, checkpoint.get("state_dict", {}))
     own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), module._trainer)

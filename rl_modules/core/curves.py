@@ -1,14 +1,19 @@
 """What the curves of both families share: means by name since the last point, loggers, values for callbacks."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import torch
 from torch import Tensor, distributed
 from torch._compile import _disable_dynamo
 
 from rl_modules.common.errors import UsageError
 from rl_modules.loggers import adapters
+
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
+
 
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -110,26 +115,27 @@ def _add_outside_of_graphs(means: Means, values: Mapping[str, Tensor | float], w
 # ---------------------------------------------------------------- loggers and callbacks
 
 
-def write_point(trainer: Any, metrics: Mapping[str, float], place: int) -> None:
+def write_point(trainer: L.Trainer, metrics: Mapping[str, float], place: int) -> None:
     """Writes one point of each curve to each logger, the learning curve's also before the others."""
     if not trainer.loggers:
         return
 
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=place)
-    if (name := trainer.lightning_module.learning_curve) in metrics:
+    learner: Any = trainer.lightning_module
+    if (name := learner.learning_curve) in metrics:
         for adapter in adapters(trainer):
             adapter.write_learning_curve(name, metrics[name], place)
 
 
-def write_evaluation(module: Any, metrics: Mapping[str, Tensor | float], **options: Any) -> None:
+def write_evaluation(module: "Algorithm", metrics: Mapping[str, Tensor | float], **options: Any) -> None:
     """Draws an evaluation's means in a ``fit``; otherwise Lightning prints them; options of ``log_dict``."""
     module.log_dict(metrics, logger=not module.is_fitting, **options)
     if module.is_fitting:
         write_point(module.trainer, {name: float(value) for name, value in metrics.items()}, module.place)
 
 
-def hand_to_callbacks(trainer: Any, metrics: Mapping[str, float]) -> None:
+def hand_to_callbacks(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:
     """Makes metrics of training known to callbacks; Lightning's ``log_dict`` would take 0.3 ms per name."""
     values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
     trainer.callback_metrics.update(zip(metrics, values, strict=True))

@@ -11,13 +11,17 @@ and none between a module's hook and the callbacks that monitor its metrics. Onl
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rl_modules.common.checkpoint_file import read_checkpoint, require_plain
+
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
+
 
 #: Framed hooks whose part runs before them.
 BEFORE = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
@@ -78,23 +82,24 @@ def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..
 # ---------------------------------------------------------------- Lightning's loops, as of Lightning 2.6
 
 
-def copy_for_averages(module: Any) -> None:
+def copy_for_averages(module: "Algorithm") -> None:
     """Makes ``StochasticWeightAveraging`` copy a module that was just built, because its ``setup`` ran before."""
-    for callback in module.trainer.callbacks:
+    trainer: Any = module.trainer  # of which Lightning declares no callbacks
+    for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging):
-            callback.setup(module.trainer, module, "fit")
+            callback.setup(trainer, module, "fit")
 
 
-def is_cut_off(trainer: Any) -> bool:
+def is_cut_off(trainer: L.Trainer) -> bool:
     """Whether a run that resumes has batches left in the last epoch: a limit or a callback has stopped it there.
 
     A source of experience that is complete has none, wherever its epoch ended.
     """
-    is_complete = getattr(trainer.datamodule, "is_complete", False)
+    is_complete = getattr(getattr(trainer, "datamodule", None), "is_complete", False)
     return not (is_complete or trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
-def draw_over(trainer: Any, position: int) -> None:
+def draw_over(trainer: L.Trainer, position: int) -> None:
     """Sets the x-axis of what Lightning and its callbacks log by themselves: theirs counts batches with a step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = position
 

@@ -4,8 +4,9 @@
 
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -13,17 +14,21 @@ from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
 from rl_modules.core.hooks import is_cut_off
 
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
+
+
 # ---------------------------------------------------------------- a run
 
 
-def count_step(trainer: Any) -> None:
+def count_step(trainer: L.Trainer) -> None:
     """Counts a step for ``max_steps`` and checkpoints; Lightning's manual optimization counts its own optimizers'."""
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     progress.increment_ready()
     progress.increment_completed()
 
 
-def step_schedulers_of_updates(module: Any) -> None:
+def step_schedulers_of_updates(module: "Algorithm") -> None:
     """Steps the due schedulers with ``interval: step`` after an update, as automatic optimization does."""
     for config in module.trainer.lr_scheduler_configs:
         updates = module.trainer.fit_loop.epoch_loop.batch_idx + 1
@@ -32,7 +37,7 @@ def step_schedulers_of_updates(module: Any) -> None:
             module.lr_scheduler_step(config.scheduler, None)
 
 
-def step_schedulers_of_epochs(module: Any) -> None:
+def step_schedulers_of_epochs(module: "Algorithm") -> None:
     """Steps the learning-rate schedulers of epochs after one, whose ``frequency`` divides the number of epochs."""
     for config in () if is_cut_off(module.trainer) else module.trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, ReduceLROnPlateau):
@@ -42,7 +47,7 @@ def step_schedulers_of_epochs(module: Any) -> None:
                 "every epoch, or take another scheduler"
             )
         # `current_epoch` is one higher if this completes the last epoch of a checkpoint.
-        progress = module.trainer.fit_loop.epoch_progress.current
+        progress: Any = module.trainer.fit_loop.epoch_progress.current
         if config.interval == "epoch" and progress.processed % config.frequency == 0:
             module.lr_scheduler_step(config.scheduler, None)
 
@@ -50,16 +55,17 @@ def step_schedulers_of_epochs(module: Any) -> None:
 # ---------------------------------------------------------------- what a checkpoint has
 
 
-def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
+def keep_earlier_checkpoint(trainer: L.Trainer | None, has_begun: bool) -> None:
     """Raises the exception that ended a fit before its training: its checkpoint would overwrite an earlier run's."""
     error = sys.exc_info()[1]
     if error is not None and not has_begun and trainer is not None and trainer.interrupted:
-        if trainer.datamodule is not None:  # which Lightning would tell after the callbacks
-            trainer.datamodule.on_exception(error)
+        data: Any = getattr(trainer, "datamodule", None)
+        if data is not None:  # which Lightning would tell after the callbacks
+            data.on_exception(error)
         raise error
 
 
-def accumulated_gradients(module: Any) -> dict[str, Tensor]:
+def accumulated_gradients(module: "Algorithm") -> dict[str, Tensor]:
     """Returns the gradients of an unfinished optimizer step by parameter, which Lightning's checkpoints lack."""
     if not module.is_fitting:
         return {}
@@ -69,14 +75,15 @@ def accumulated_gradients(module: Any) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def epoch_to_reopen(trainer: Any) -> int | None:
+def epoch_to_reopen(trainer: L.Trainer) -> int | None:
     """Returns the number, from 1, of the epoch that a stop cut off and Lightning counts as done; None: none is."""
-    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
     # A run that resumed at an epoch's end counts fewer epochs as started.
     return int(epochs.processed) if batches.completed and epochs.processed >= epochs.started else None
 
 
-def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def reopen_epoch(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
     """Makes a run resume within the epoch that a stop cut off; Lightning counts it as done and begins another."""
     number = epoch_to_reopen(trainer)
     # The state that a rank returns to the process that started it has no loops, because no run resumes from it.
@@ -90,7 +97,7 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- where a run resumes
 
 
-def resume_training(module: Any) -> None:
+def resume_training(module: "Algorithm") -> None:
     """Restores what Lightning does not load: gradients of an unfinished step, and moments."""
     check_optimizers(module.trainer.optimizers)
     for name, parameter in module.named_parameters():
@@ -100,9 +107,10 @@ def resume_training(module: Any) -> None:
     begin_next_epoch(module.trainer)
 
 
-def finish_batch(trainer: Any) -> None:
+def finish_batch(trainer: L.Trainer) -> None:
     """Runs what is due after the batch at whose end the checkpoint was written: an evaluation, the epoch's end."""
-    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs: Any = trainer.fit_loop
+    batches: Any = epochs.epoch_loop
     # Otherwise schedulers that wait for a metric would miss the end of the first epoch.
     epochs._restarting = False
     if not batches.restarted_on_train_batch_end:
@@ -131,12 +139,13 @@ def finish_batch(trainer: Any) -> None:
         progress.completed -= 1
 
 
-def begin_next_epoch(trainer: Any) -> None:
+def begin_next_epoch(trainer: L.Trainer) -> None:
     """Lets a run that resumes from an epoch's end begin with the next epoch's first batch.
 
     Under ``max_steps`` Lightning takes the epoch for an unfinished one, and trains on one more batch in it.
     """
-    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs: Any = trainer.fit_loop
+    batches: Any = epochs.epoch_loop
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
     # Lightning counts a batch as stepped after its evaluation, in which a checkpoint may have been written.
     steps = trainer.global_step if trainer.lightning_module.automatic_optimization else batches.total_batch_idx + 1

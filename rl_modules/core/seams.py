@@ -1,7 +1,7 @@
 """Checks of what foreign objects are and return, each where it enters: datamodules, batches, ``act``, ``prepare``."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
@@ -9,6 +9,11 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import tree_leaves
 from rl_modules.contract import ExperienceSource
+
+if TYPE_CHECKING:
+    from rl_modules.algorithm import Algorithm
+    from rl_modules.base import ControlModule
+
 
 #: The datamodule that makes each kind of experience.
 DATAMODULES = {
@@ -20,20 +25,21 @@ DATAMODULES = {
 }
 
 
-def check_pairing(module: Any, data: Any) -> None:
-    """Refuses a datamodule that does not fit the module. Classes that state no kind are not checked."""
-    wanted = getattr(getattr(module, "experience", None), "kind", None) or getattr(module, "learns_from", None)
+def check_pairing(algorithm: object, data: object) -> None:
+    """Refuses a datamodule that does not fit the algorithm. Classes that state no kind are not checked."""
+    wanted = getattr(getattr(algorithm, "experience", None), "kind", None) or getattr(algorithm, "learns_from", None)
     made = getattr(data, "kind", None)
     kinds = (wanted,) if isinstance(wanted, str) else wanted or ()
     if not kinds or made is None or made in kinds:
         return
     fitting = " or ".join(DATAMODULES.get(kind, f"a datamodule of kind {kind!r}") for kind in kinds)
     raise UsageError(
-        f"{type(module).__name__} learns from {' or '.join(kinds)}, {type(data).__name__} makes {made}; use {fitting}"
+        f"{type(algorithm).__name__} learns from {' or '.join(kinds)}, {type(data).__name__} makes {made}; "
+        f"use {fitting}"
     )
 
 
-def check_source(module: Any, source: Any, fitting: bool) -> None:
+def check_source(module: "ControlModule", source: Any, fitting: bool) -> None:
     """Refuses a datamodule that lacks what a control algorithm reads of it."""
     # The values of properties are not read, because they may not exist yet.
     parts: Any = ("observation_space", "action_space")
@@ -49,7 +55,7 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
         )
 
 
-def check_trainer(module: Any) -> None:
+def check_trainer(module: "Algorithm") -> None:
     """Refuses strategies and precisions under which the algorithm would be wrong."""
     name, trainer = type(module).__name__, module._trainer
     if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
@@ -66,7 +72,7 @@ def check_trainer(module: Any) -> None:
         raise UsageError(f"trainer.precision=16-mixed scales one loss, {name} has several; take bf16-mixed")
 
 
-def check_schedulers(module: Any) -> None:
+def check_schedulers(module: "Algorithm") -> None:
     """Refuses schedulers of no known interval."""
     for config in module.trainer.lr_scheduler_configs:
         if config.interval not in ("step", "epoch") or config.frequency < 1:

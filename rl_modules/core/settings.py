@@ -367,11 +367,10 @@ def keep(made: Any, stored: dict[str, Any]) -> None:
     made._hparams_name = "kwargs"
 
 
-def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
-    """Warns of given arguments that have no effect in this run."""
-    declared = type(module).declared_settings
-    for name in sorted(declared.keys() & reasons.keys() & module.hparams.keys()):
-        value = module.hparams[name]
+def warn_of_idle(declared: Mapping[str, Setting], hparams: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Warns of given arguments that have no effect in this run, with the reasons by name."""
+    for name in sorted(declared.keys() & reasons.keys() & hparams.keys()):
+        value = hparams[name]
         if value != declared[name].default:
             rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")
 

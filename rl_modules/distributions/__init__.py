@@ -48,7 +48,7 @@ class Distribution(Protocol):
         """Returns what :func:`distribution_from` makes it of again, [*S, P], without gradient."""
 
 
-def as_distribution(policy: Any) -> Distribution:
+def as_distribution(policy: Distribution | torch.distributions.Distribution) -> Distribution:
     """Returns a network's policy as a :class:`Distribution`; wraps a ``torch.distributions`` object."""
     if not isinstance(policy, torch.distributions.Distribution):
         return policy

@@ -6,13 +6,16 @@ network of a few layers that takes as long as the arithmetic; ``python -m benchm
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as base
 
 from rl_modules.fast import is_fast, is_recording
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +92,7 @@ def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
     return ["Adam" if isinstance(o, FusedAdam) else type(o).__name__ for o in optimizers]
 
 
-def adam(module: Any, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
+def adam(module: "ControlModule", parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
     """Returns Adam; fused except under mixed precision, where Lightning refuses to clip its gradients."""
     fused = module.trainer.precision in ("32-true", "64-true")
     if fused and is_fast():

@@ -1,7 +1,7 @@
 """An update as one function that can be recorded: loss, gradients, clipping, the optimizer's step."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from rl_modules.core.state import declared
 from rl_modules.fast import is_recording
 from rl_modules.fast.graphs import RECORDERS, Recordings
 from rl_modules.gradients import GradientHooks
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
+
 
 #: Numbers that algorithms compare tensors with, so that they may be tensors: a replay then reads their present value.
 NUMBERS = ("exploration_rate",)
@@ -128,7 +132,7 @@ def rates_in_place(optimizers: list[torch.optim.Optimizer], kept: dict[int, Tens
     return tuple(numbers)
 
 
-def check_recordable(module: Any) -> None:
+def check_recordable(module: "ControlModule") -> None:
     """Refuses settings whose effect on a recorded update would be that of the first update."""
     what = f"{type(module).__name__}(graph=True)"
     for name, schedule in module.schedules.items():

@@ -424,7 +424,7 @@ class LanguageModule(LanguageMetrics):
         return adamw(self, parameters)
 
     def configure_optimizers(self) -> Any:
-        warn_of_idle(self, self.idle_arguments())
+        warn_of_idle(self.declared_settings, self.hparams, self.idle_arguments())
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, trainable)
         own = self.scheduler_factory

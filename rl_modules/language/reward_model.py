@@ -333,5 +333,5 @@ def _from_checkpoint(path: str, attn_implementation: str | None) -> RewardModel:
             f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
             "by `rl export` with --model, and give the directory"
         )
-    given = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    given: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True, **given)
