@@ -58,7 +58,7 @@ class LanguageDataModule(RecordLoading):
         self.rewards.trainer_state = trainer_state(None, 0.0)
         # The rewards of a batch that is being written.
         self._scoring: Any = None
-        self._warned_of_texts = False
+        self._warned_of_texts = self._warned_of_special = False
 
     def _setup(self, stage: str) -> None:
         super()._setup(stage)
@@ -217,6 +217,8 @@ class LanguageDataModule(RecordLoading):
             self.encoder.note_completions(self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
+        if written.dialogues is None and len(self.rewards) and not self._warned_of_special:
+            self._warned_of_special = self.encoder.note_left_out(self.source, ids)
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(k)]
         self._ready_rewards()

@@ -16,6 +16,7 @@ from datamodules.language.environment_calls import Answer, EnvironmentCalls, wai
 from datamodules.language.environments import RunSeed, load_environment
 from datamodules.language.messages import MOST_REWARD, Message, WrongAnswer, valid_text
 from datamodules.language.notices import notice
+from datamodules.language.rendering import tools_of
 from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
 from datamodules.language.turn_reader import TurnReaders
@@ -190,7 +191,7 @@ class Dialogues:
         if row.last is None and reader.ends_in_thought(text, row.read):
             row.closing = reader.closing
         number = sum(len(message.get("tool_calls", ())) for message in row.messages)
-        return reader.read(text, row.read, str(tokenizer.decode(end)), row.record.get("tools"), number)
+        return reader.read(text, row.read, str(tokenizer.decode(end)), tools_of(row.record), number)
 
     def fail(self, row: Row, error: BaseException, method: str) -> None:
         """Ends a dialogue whose environment has failed; the first failure is reported."""

@@ -75,6 +75,20 @@ class TextEncoder:
                 "no reward function sees them; add them as tokens that are not special"
             )
 
+    def note_left_out(self, source: str, completions: Sequence[Sequence[int]]) -> bool:
+        """Reports special tokens within completions, which their texts leave out; returns whether there are any."""
+        named = {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, self.tokenizer.bos_token_id}
+        added = self.tokenizer.added_tokens_decoder
+        special = {i for i, token in added.items() if token.special} - named - {self.tokenizer.eos_token_id}
+        found = {i for row in completions for i in row[:-1] if i in special} if special else set()
+        if found:
+            notice(
+                f"{source}: completions have the special tokens {', '.join(added[i].content for i in sorted(found))}, "
+                "which the texts that reward functions and tables read leave out; read completion_ids, or add them "
+                "as tokens that are not special"
+            )
+        return bool(found)
+
     def _check_texts(self, texts: Sequence[str]) -> None:
         """Refuses settings of the chat template that no text would meet."""
         if texts and (self.system_prompt is not None or self.chat_template_kwargs):

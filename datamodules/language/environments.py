@@ -49,8 +49,9 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Step | Awaitable[Step]:
-        """Answers a message of the model, a copy: ``role`` assistant, ``content`` its text without special tokens, and
-        ``tool_calls`` where it wrote calls of ``tools``.
+        """Answers a message of the model, a copy: ``role`` assistant, ``content`` its text without special tokens,
+        ``reasoning_content`` its thought where the chat template marks thoughts, and ``tool_calls`` where it wrote
+        calls of ``tools``.
 
         Returns:
             The messages that the model reads next, which may be none at the end; the reward of the turn; and whether

@@ -91,7 +91,7 @@ class VerifiersEnvironment:
         self._asked.put((asked[last + 1 :], 0.0, False))
         said = await self._said.get()
         calls = [
-            types.ToolCall(id=f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
+            types.ToolCall(id=call.id or f"call{i}", name=call.name, arguments=json.dumps(call.arguments))
             for i, call in enumerate(calls_of(said))
         ]
         how = {"finish_reason": "tool_calls" if calls else "stop", "is_truncated": False, "tool_calls": calls or None}

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
+from tokenizers import AddedToken
 
 from datamodules.language.dynamic_sampling import groups_of, has_signal, joined
 from datamodules.language.prompt import PromptDataModule
@@ -223,6 +224,17 @@ def prompts_of(tmp_path, numbers):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n} is", "number": n}) + "\n" for n in numbers))
     return str(path)
+
+
+def test_special_tokens_that_reward_functions_do_not_see_are_said_once(tmp_path, caplog):
+    """An untrained model writes each of its hundred tokens, also pad and unk, of which nothing is said."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens([AddedToken("<code>", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    module = GRPO(model_config=TINY, tokenizer_name_or_path=str(tmp_path), max_completion_length=60)
+    fit(module, addition(batch_size=16), max_steps=2)
+    (told,) = [message for message in caplog.messages if "which the texts that reward functions" in message]
+    assert "the special tokens <code>, which" in told and "completion_ids" in told
 
 
 @pytest.mark.long
