@@ -2,15 +2,29 @@
 
 import glob
 import importlib.util
+import io
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
+from recipes.callbacks import curves
+from recipes.run import run_name
+from recipes.run_files import (
+    CURVES_BYTES,
+    MOST_COLUMNS,
+    Unreadable,
+    content,
+    folders_with,
+    group,
+    mapping,
+    shown,
+)
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
@@ -43,6 +57,8 @@ DRAWN = {"eval/mean_reward": "rollout/ep_rew_mean"}
 FEWEST = 3
 #: Resamples of the bootstrap.
 RESAMPLES = 2_000
+#: Columns of the table, which no setting's name may be.
+COLUMNS = ("run", "seeds", "n", "steps", "seconds", "worst", "final", "best", "iqm", "p_above_first")
 #: Settings that a run's name or the column of seeds shows, or that say where it ran.
 _SHOWN = re.compile(r"seed|env_id|trainer\.(accelerator|devices|default_root_dir|enable_progress_bar)")
 
@@ -80,12 +96,12 @@ def compare(*runs: str | Path, metric: str | None = None, mode: str | None = Non
 
     Source: Agarwal et al. 2021, arXiv:2108.13264 (IQM, stratified bootstrap, probability of improvement).
     """
-    return summarize(read_all(runs), metric, mode)
+    return summarize(with_metric(read_all(runs), metric), metric, mode)
 
 
 def compare_command(given: Any) -> None:
     """Prints the table of ``rl compare``, and writes its files."""
-    results = read_all(given.runs)
+    results = with_metric(read_all(given.runs), given.metric)
     frame = summarize(results, given.metric, given.mode)
     print(text_of(frame))
     if given.plot is not None:
@@ -104,16 +120,32 @@ def require_packages() -> None:
 
 
 def read_all(places: Sequence[str | Path]) -> list[Result]:
-    """Reads all runs in some places; of runs with the same settings and seed the last."""
+    """Reads all runs in some places; of runs with the same settings and seed the last. A line on standard error says
+    which of several can't be read.
+    """
     require_packages()
-    found = [read(folder) for folder in dict.fromkeys(run for place in places for run in runs_in(place))]
+    found, refused = [], []
+    for folder in dict.fromkeys(run for place in places for run in runs_in(place)):
+        try:
+            found.append(read(folder))
+        except Unreadable as error:
+            refused.append(str(error))
+    if not found:
+        raise UsageError("; ".join(refused[:3]))
+    leave_out(refused)
     return list({(x.name, x.seed, str(sorted(x.settings.items()))): x for x in found}.values())
+
+
+def leave_out(lines: Iterable[str]) -> None:
+    """Says which runs are not compared, and why."""
+    for line in lines:
+        print(f"left out: {line}", file=sys.stderr)
 
 
 def runs_in(place: str | Path) -> list[Path]:
     """Returns the folders of the runs in a folder or in those of a pattern, ``version_2`` before ``version_10``."""
     paths = [Path(path) for path in glob.glob(str(Path(place).expanduser()))] or [Path(place)]
-    runs = {file.parent for path in paths for file in path.rglob("hparams.yaml")}
+    runs = {folder for path in paths for folder in folders_with("hparams.yaml", path)}
     if not runs:
         raise UsageError(
             f"{place} holds no run: its folder has an hparams.yaml, as `rl fit` writes it with "
@@ -126,40 +158,59 @@ def runs_in(place: str | Path) -> list[Path]:
 
 def read(folder: Path) -> Result:
     """Reads a run's settings and curves."""
-    from recipes.callbacks import curves
-    from recipes.cli import runs
-
-    settings, config = (
-        yaml.safe_load(file.read_text("utf-8")) or {} if file.exists() else {}
-        for file in (folder / "hparams.yaml", folder / "config.yaml")
-    )
+    file = folder / "config.yaml"
+    settings, config = mapping(folder / "hparams.yaml"), mapping(file) if os.path.lexists(file) else {}
     trainer = {
         f"trainer.{name}": value
-        for name, value in config.get("trainer", {}).items()
+        for name, value in (group(config, "trainer", file) if "trainer" in config else {}).items()
         if isinstance(value, int | float | str)
     }
+    if not isinstance(seed := settings.get("seed", 0), int):
+        raise Unreadable(folder / "hparams.yaml", f"has seed={shown(seed)}, where a whole number should be")
     has_events = next(folder.glob(curves.PATTERN), None) is not None
-    if not has_events and not (folder / "metrics.csv").exists():
-        raise UsageError(f"{folder} has no curves: neither TensorBoard's files nor metrics.csv")
+    if not has_events and not os.path.lexists(folder / "metrics.csv"):
+        raise Unreadable(folder, "has no curves: neither TensorBoard's files nor metrics.csv")
     points = curves.points(folder) if has_events else _csv_points(folder / "metrics.csv")
+    if not points:
+        raise Unreadable(folder, "has no points of curves")
     seconds = curves.seconds(folder) if has_events else None
     if "time/time_elapsed" in points:
         seconds = points["time/time_elapsed"][-1][1]
-    name = runs.configured_name(config) if {"model", "data"} <= config.keys() else folder.parent.name
-    return Result(name, int(settings.get("seed", 0)), points, {**settings, **trainer}, seconds)
+    own = {name if name not in COLUMNS else f"settings.{name}": value for name, value in settings.items()}
+    name = _name_of(config, file) if {"model", "data"} <= config.keys() else folder.parent.name
+    return Result(name, seed, points, {**own, **trainer}, seconds)
+
+
+def _name_of(config: dict[str, Any], file: Path) -> str:
+    algorithm, data = (str(group(config, name, file).get("class_path")) for name in ("model", "data"))
+    settings = group(group(config, "data", file), "init_args", file)
+    return run_name(algorithm.rpartition(".")[2], settings, data.rpartition(".")[2])
 
 
 def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
     import pandas as pd
 
-    frame = (
-        pd.read_csv(file, keep_default_na=False, na_values=[""]).sort_values("step", kind="stable").set_index("step")
-    )
-    return {
-        name: [(int(step), float(value)) for step, value in frame[name].dropna().items()]
-        for name in frame.columns.drop("epoch", errors="ignore")
-        if frame[name].notna().any()
-    }
+    raw = content(file, CURVES_BYTES)
+    header = raw[: 2**17].partition(b"\n")[0]
+    if len(header) == 2**17 or header.count(b",") >= MOST_COLUMNS:
+        raise Unreadable(file, f"has a first line of {len(header):,} bytes, where a run's names its columns")
+    try:
+        frame = pd.read_csv(io.BytesIO(raw), keep_default_na=False, na_values=[""], low_memory=False)
+        frame = frame.sort_values("step", kind="stable").set_index("step")
+        return {
+            str(name): [(_step(step), float(value)) for step, value in frame[name].dropna().items()]
+            for name in frame.columns.drop("epoch", errors="ignore")
+            if frame[name].notna().any()
+        }
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        said = "no column step" if isinstance(error, KeyError) else str(error)
+        raise Unreadable(file, f"no table of curves: {said}") from error
+
+
+def _step(given: Any) -> int:
+    if not -(2**53) < given < 2**53:  # NaN, too
+        raise ValueError(f"step={given}")
+    return int(given)
 
 
 # ---------------------------------------------------------------- a table
@@ -200,6 +251,17 @@ def summarize(results: Sequence[Result], metric: str | None = None, mode: str | 
     return frame
 
 
+def with_metric(results: Sequence[Result], metric: str | None) -> list[Result]:
+    """Returns the runs that log a metric, by default the one of :data:`METRICS` that most of them log; all if none."""
+    named = METRICS if metric is None else (metric,)
+    counts = {name: sum(name in run.curves for run in results) for name in named}
+    most = max(named, key=counts.__getitem__)
+    if not counts[most] or any(count == len(results) for count in counts.values()):
+        return list(results)
+    leave_out(f"{run.name}, seed {run.seed}, which does not log {most}" for run in results if most not in run.curves)
+    return [run for run in results if most in run.curves]
+
+
 def chosen_metric(results: Sequence[Result], metric: str | None) -> str:
     """Returns the metric by which runs are compared, which all of them log."""
     common = [name for name in results[0].curves if all(name in run.curves for run in results)]
@@ -233,7 +295,8 @@ def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
     differing = within + between
     found: dict[tuple[str, tuple], list[Result]] = {}
     for run in results:
-        settings = tuple((name, run.settings.get(name)) for name in differing)
+        values = {name: run.settings.get(name) for name in differing}
+        settings = tuple((name, x if isinstance(x, int | float | None) else str(x)) for name, x in values.items())
         found.setdefault((run.name, settings), []).append(run)
     return found
 
@@ -271,26 +334,28 @@ def probability_above(ours: np.ndarray, theirs: np.ndarray) -> float:
 def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
     """Returns the table as people read it; of the settings that differ, the first ``most``."""
     own = list(frame.columns[1 : frame.columns.get_loc("seeds")])
-    shown = frame[["run", *own[:most]]].astype(object).where(frame.notna(), "–").astype(str)
-    shown["seeds"] = [str(n) if n > 1 else f"1 ({seeds})" for n, seeds in zip(frame["n"], frame["seeds"], strict=True)]
+    given = frame[["run", *own[:most]]].astype(object)
+    table = given.where(frame.notna(), "–").map(shown).rename(columns=shown)
+    table["seeds"] = [str(n) if n > 1 else f"1 ({seeds})" for n, seeds in zip(frame["n"], frame["seeds"], strict=True)]
     for column in ("final", "best", "iqm"):
-        shown[column] = [
+        table[column] = [
             _with_interval(*values)
             for values in frame[[column, f"{column}_low", f"{column}_high"]].itertuples(index=False)
         ]
     if len(frame) > 1:
-        shown["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
-    shown["steps"] = [f"{x:,}" for x in frame["steps"]]
-    shown["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
+        table["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
+    table["steps"] = [f"{x:,}" for x in frame["steps"]]
+    table["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
     better = "lower" if frame.attrs["mode"] == "min" else "higher"
     lines = [
-        f"{frame.attrs['metric']}, {better} is better; mean over seeds [95 % bootstrap interval, from {FEWEST} seeds]"
+        f"{shown(frame.attrs['metric'])}, {better} is better; mean over seeds "
+        f"[95 % bootstrap interval, from {FEWEST} seeds]"
     ]
-    table = [list(shown.columns), *shown.values.tolist()]
-    widths = [max(len(row[i]) for row in table) for i in range(len(shown.columns))]
-    lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    rows = [list(table.columns), *table.values.tolist()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+    lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if more := own[most:]:
-        lines.append(f"{len(more)} more settings differ, which --csv has: {', '.join(more)}")
+        lines.append(f"{len(more)} more settings differ, which --csv has: {shown(', '.join(more), 300)}")
     return "\n".join(lines)
 
 
@@ -338,11 +403,12 @@ def plot(
         label = ", ".join([name, *own])
         label += f" ({len(runs)} seed{'s' if len(runs) > 1 else ''}"
         label += f", IQM {_with_interval(iqm, low_, high_)})" if len(runs) >= FEWEST else ")"
+        label = shown(label, 200).replace("$", r"\$")
         axes.plot(steps, mean, color=f"C{i}", label=label, marker="." if len(steps) <= 10 else None)
         if drawn != judged:
             axes.scatter([_end(run) for run in runs], finals, color=f"C{i}", s=9, zorder=3)
     in_control = drawn.startswith("rollout/") or any("rollout/ep_rew_mean" in run.curves for run in results)
-    axes.set(xlabel="transitions" if in_control else "optimizer steps", ylabel=drawn)
+    axes.set(xlabel="transitions" if in_control else "optimizer steps", ylabel=shown(drawn).replace("$", r"\$"))
     if target is not None:
         axes.axhline(target, color="gray", linestyle="--", linewidth=1)
     axes.xaxis.set_major_locator(MaxNLocator(6))

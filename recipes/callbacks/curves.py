@@ -13,6 +13,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from recipes.run_files import Unreadable, require_curves
+
 PATTERN = "events.out.tfevents.*"
 
 
@@ -72,8 +74,12 @@ def seconds(folder: Path) -> float:
 def _events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    require_curves(folder)
     events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
-    return events.Reload()
+    try:
+        return events.Reload()
+    except Exception as error:  # a damaged file makes TensorBoard raise errors of any kind
+        raise Unreadable(folder, f"TensorBoard's files are damaged: {error or type(error).__name__}") from error
 
 
 def log_folder(trainer: L.Trainer) -> Path:

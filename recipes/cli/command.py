@@ -127,7 +127,7 @@ def _run_alone(command: str, given: Any) -> None:
         from recipes.cli.verify import verify
 
         quiet()
-        verdict = verify(given.run, given.start)
+        verdict = verify(given.run, given.start, given.trust)
         print(verdict)
         if not verdict.is_same:
             raise SystemExit(1)

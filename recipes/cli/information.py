@@ -58,6 +58,10 @@ With a command it is rl with a default config (dpo, kto, rloo and distillation t
 """
 
 _RUN = {"type": Path, "help": "folder of the run, for example logs/PPO-CartPole-v1/version_0"}
+_TRUST = {
+    "action": "store_true",
+    "help": "run code that the folder's config.yaml names, such as an environment or a network of your own",
+}
 #: What the commands that start no run do, and their arguments.
 ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "export": (
@@ -173,6 +177,7 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "--step": {"type": int, "required": True, "help": "number of the update, from 1"},
             "--output": {"type": Path, "help": "file to write; default: update-<step>.pt"},
             "--interactive": {"action": "store_true", "help": "open a Python console with the update and the model"},
+            "--trust": _TRUST,
         },
     ),
     "rescore": (
@@ -203,6 +208,7 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "help": "checkpoint to start from, for example step-100; start: the "
                 "run's beginning; default: the checkpoint before the last",
             },
+            "--trust": _TRUST,
         },
     ),
 }

@@ -19,6 +19,8 @@ from recipes import saved_runs
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.stops import plain_batch
 from recipes.cli.lightning_cli import RLCLI
+from recipes.cli.trust import require_registered
+from recipes.run_files import Unreadable, group, mapping
 from recipes.signals import Stopped
 from rl_modules.common.errors import UsageError, visible
 from rl_modules.core.hooks import is_cut_off
@@ -74,7 +76,10 @@ def checkpoints_of(run: Path) -> list[Saved]:
         if path.name in ("best.ckpt", "next.ckpt"):
             continue
         content = saved_runs.read(path)
-        saved = Saved(path, content["global_step"], position_in(content["loops"]))
+        try:
+            saved = Saved(path, int(content["global_step"]), position_in(content["loops"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unreadable(path, f"no checkpoint of a fit: {error!r}") from error
         found[saved.position] = saved
     return sorted(found.values(), key=lambda saved: saved.position)
 
@@ -112,10 +117,14 @@ class Recomputation(RLCLI):
 
 
 @contextmanager
-def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]:
-    """Yields a temporary folder, and the arguments that run ``run`` again in it from ``start`` or its beginning."""
-    config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-    trainer = config["trainer"]
+def settings(run: Path, start: Saved | None, trusted: bool = False) -> Iterator[tuple[Path, list[str]]]:
+    """Yields a temporary folder, and the arguments that run ``run`` again in it from ``start`` or its beginning.
+
+    Settings that name code which this project does not register are refused unless the folder is ``trusted``.
+    """
+    file = run / "config.yaml"
+    config = mapping(file)
+    trainer, checkpoints = group(config, "trainer", file), group(config, "checkpoint", file)
     if trainer.get("num_nodes", 1) != 1 or trainer.get("devices") not in ("auto", 1, "1", [0]):
         raise UsageError(f"{run} had trainer.devices={trainer.get('devices')}; only runs of one rank can be recomputed")
     with tempfile.TemporaryDirectory(prefix="rl-") as name:
@@ -126,7 +135,10 @@ def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]
             "init_args": {"save_dir": name, "name": "again", "version": 0, "default_hp_metric": False},
         }
         trainer["enable_progress_bar"] = False
-        config["checkpoint"] = {**config["checkpoint"], "interval_s": 1e9, "keep_previous": False, "keep_all": False}
+        if not trusted:
+            others = {key: value for key, value in trainer.items() if key not in ("logger", "default_root_dir")}
+            require_registered({**config, "trainer": others}, file)
+        config["checkpoint"] = {**checkpoints, "interval_s": 1e9, "keep_previous": False, "keep_all": False}
         config.update(ckpt_path=None if start is None else str(start.path), resume=False, record_every=0)
         (folder / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
         try:
@@ -238,7 +250,7 @@ def dialogue_in(batch: Any, tokenizer: Any) -> str | None:
     return "".join(parts)
 
 
-def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dict[str, Any]:
+def replay(run: Path, step: int, output: Path, interactive: bool = False, trusted: bool = False) -> dict[str, Any]:
     """Rebuilds one update of a run and writes it to a file."""
     saved = checkpoints_of(run)
     if saved and step > saved[-1].step:
@@ -247,7 +259,7 @@ def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dic
         )
     start = max((one for one in saved if one.step < step), key=lambda one: one.position, default=None)
     recorder = UpdateRecorder(step, interactive)
-    with settings(run, start) as (_, arguments):
+    with settings(run, start, trusted) as (_, arguments):
         arguments, rewards = with_stored_rewards(arguments)
         print(
             f"update {step} of {run}, from {'its beginning' if start is None else f'{start.name}.ckpt, {start.step}'}"
@@ -264,7 +276,7 @@ def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dic
 def replay_command(given: Any) -> None:
     """Rebuilds the update that a command names, writes it, and prints its loss and norm."""
     output = given.output or Path(f"update-{given.step}.pt")
-    update = replay(given.run, given.step, output, given.interactive)
+    update = replay(given.run, given.step, output, given.interactive, given.trust)
     loss, norm = update["loss"], update["grad_norm"]
     print(f"loss           {'none: not gradient descent on a loss' if loss is None else f'{loss.item():.9g}'}")
     print(f"gradient norm  {'none: no gradient' if norm is None else f'{norm.item():.9g}, before clipping'}")

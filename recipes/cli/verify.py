@@ -134,8 +134,8 @@ class _Comparer:
             raise Reached
 
 
-def verify(run: Path, start: str | None = None) -> Verdict:
-    """Recomputes a run up to its last checkpoint."""
+def verify(run: Path, start: str | None = None, trusted: bool = False) -> Verdict:
+    """Recomputes a run up to its last checkpoint; its settings may name other code only where it is ``trusted``."""
     saved = checkpoints_of(run)
     if not saved:
         raise UsageError(f"{run} has no checkpoint in {run / 'checkpoints'}, so there is nothing to compare with")
@@ -147,7 +147,7 @@ def verify(run: Path, start: str | None = None) -> Verdict:
             f"from={start!r} is no checkpoint before {end.name}.ckpt; there are {', '.join(['start', *by_name])}"
         )
     begin = (earlier[-1] if earlier else None) if start is None else by_name.get(start)
-    with settings(run, begin) as (folder, arguments):
+    with settings(run, begin, trusted) as (folder, arguments):
         comparer = _Comparer(end, folder)
         with contextlib.suppress(Reached):
             Recomputation(arguments, [_AtEnd(comparer)], comparer)

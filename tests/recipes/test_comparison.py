@@ -1,6 +1,9 @@
 """Runs side by side: the table, its statistics, and the plot."""
 
 import csv
+import os
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +142,7 @@ def test_a_folder_without_runs_or_curves_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="absent holds no run"):
         recipes.compare(tmp_path / "absent")
     (write(tmp_path / "run", 0, [(1, 1.0)]) / "metrics.csv").unlink()
-    with pytest.raises(UsageError, match="run has no curves"):
+    with pytest.raises(UsageError, match="run: has no curves"):
         recipes.compare(tmp_path)
 
 
@@ -174,3 +177,128 @@ def test_curves_of_tensorboard_are_read_with_their_time(tmp_path: Path) -> None:
     result = comparison.read(run)
     assert (result.name, result.seed, result.seconds) == ("GRPO-addition", 3, 4.0)
     assert result.curves == {"train/reward": [(0, 0.0), (1, 0.25), (2, 0.5)]}
+
+
+# ---------------------------------------------------------------- folders that somebody sent
+
+GOOD = "step,epoch,eval/mean_reward\n1,0,1.0\n2,0,2.0\n"
+
+
+def _table(text: str | bytes) -> Callable[[Path], object]:
+    return lambda run: (run / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _hparams(text: str | bytes) -> Callable[[Path], object]:
+    return lambda run: (run / "hparams.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _config(text: str | bytes) -> Callable[[Path], object]:
+    return lambda run: (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def change(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+
+    return change
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def _events(data: bytes) -> Callable[[Path], object]:
+    return lambda run: (run / "events.out.tfevents.1").write_bytes(data)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij")
+)
+#: What is wrong with a folder, and whether its run is read all the same.
+DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "broken yaml": (_hparams("seed: [1"), False),
+    "a tag": (_hparams("seed: !!python/object/apply:os.system [touch ran]"), False),
+    "an alias bomb": (_hparams(BOMB), False),
+    "an alias bomb in the config": (_config(BOMB), False),
+    "a list that contains itself": (_hparams("seed: 0\nx: &x [*x]"), False),
+    "deep nesting": (_hparams("x: " + "[" * 100_000), False),
+    "hparams of a list": (_hparams("[1, 2]"), False),
+    "hparams of a text": (_hparams("nothing"), False),
+    "hparams in latin-1": (_hparams("x: caf\xe9".encode("latin-1")), False),
+    "hparams of zeros": (_hparams(b"\0" * 100), False),
+    "huge hparams": (_instead("hparams.yaml", _sparse), False),
+    "hparams as a folder": (_instead("hparams.yaml", Path.mkdir), False),
+    "hparams as a pipe": (_instead("hparams.yaml", os.mkfifo), False),
+    "hparams as a link to nothing": (_instead("hparams.yaml", lambda path: path.symlink_to("absent")), False),
+    "hparams as a link to itself": (_instead("hparams.yaml", lambda path: path.symlink_to(path)), False),
+    "hparams as a device": (_instead("hparams.yaml", lambda path: path.symlink_to("/dev/zero")), False),
+    "a number of many digits": (_hparams("x: 0x" + "f" * 100_000), False),
+    "a seed of text": (_hparams("seed: first"), False),
+    "names of the table's columns": (_hparams("seed: 5\nrun: x\nseeds: 3\nfinal: a\nn: 1"), True),
+    "escapes in a setting": (_hparams('seed: 6\nx: "\\e[31mred\\a\\n"\n"\\e]0;t\\a": 1'), True),
+    "keys that are no texts": (_hparams("seed: 7\n1: a\n2.5: b\nnull: c"), True),
+    "nested settings": (_hparams("seed: 8\nx: {a: [1, {b: 2}]}\ny: .nan"), True),
+    "config as a pipe": (_instead("config.yaml", os.mkfifo), False),
+    "config without classes": (_config("model: 3\ndata: [4]"), False),
+    "config with a trainer of text": (_config("trainer: none"), False),
+    "metrics as a pipe": (_instead("metrics.csv", os.mkfifo), False),
+    "metrics as a folder": (_instead("metrics.csv", Path.mkdir), False),
+    "huge metrics": (_instead("metrics.csv", _sparse), False),
+    "no metrics": (_instead("metrics.csv", lambda path: None), False),
+    "empty metrics": (_table(""), False),
+    "metrics without rows": (_table("step,eval/mean_reward\n"), False),
+    "metrics without steps": (_table("epoch,eval/mean_reward\n0,1\n"), False),
+    "metrics of another kind": (_table("step,other\n0,1\n"), False),
+    "metrics in latin-1": (_table("step,caf\xe9\n1,2\n".encode("latin-1")), False),
+    "ragged metrics": (_table(GOOD + "1,2,3,4,5,6\n"), False),
+    "an open quote": (_table(GOOD + '"1,2\n3,4\n'), False),
+    "words for numbers": (_table(GOOD + "3,0,\x1b[31mhigh\n"), False),
+    "steps of NaN": (_table(GOOD + "nan,0,1\n"), False),
+    "infinite steps": (_table(GOOD + "1e400,0,1\n"), False),
+    "infinite values": (_table(GOOD + "3,0,inf\n4,0,1e308\n"), True),
+    "values of NaN": (_table(GOOD + "3,0,nan\n"), True),
+    "very many columns": (_table("step," + ",".join(f"c{i}" for i in range(50_000)) + "\n"), False),
+    "escapes in a metric's name": (_table("step,eval/mean_reward,\x1b[2J\n1,1,1\n"), True),
+    "events as a pipe": (_instead("events.out.tfevents.1", os.mkfifo), False),
+    "events as a folder": (_instead("events.out.tfevents.1", Path.mkdir), False),
+    "huge events": (_instead("events.out.tfevents.1", _sparse), False),
+    "events of noise": (_events(bytes(range(256)) * 40), False),
+    "events with a length without end": (_events(b"\xff" * 8 + b"\0" * 40), False),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_bad_folder_is_one_line_and_the_others_are_compared(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in range(2):
+        write(tmp_path / "logs" / "PPO-x" / f"version_{seed}", seed, [(1, 1.0), (2, 2.0)])
+    bad = write(tmp_path / "logs" / "PPO-x" / "version_2", 4, [(1, 5.0)])
+    change, is_read = DAMAGE[damage]
+    change(bad)
+    main(["compare", "logs", "--csv", "table.csv", *(["--plot", "plot.png"] if is_read else [])])
+    out, err = capsys.readouterr()
+    assert not set(map(ord, out + err)) & {*range(32), 127, *range(128, 160)} - {10}
+    assert "eval/mean_reward, higher is better" in out and not (tmp_path / "ran").exists()
+    lines = [line for line in err.splitlines() if "left out" in line]
+    if is_read:
+        assert not lines and sum(pd.read_csv("table.csv")["n"]) == 3
+    else:
+        assert len(lines) == 1 and ("version_2" in lines[0] or "seed 4" in lines[0]), err
+        assert sum(pd.read_csv("table.csv")["n"]) == 2
+    if damage != "metrics of another kind" and not is_read:
+        with pytest.raises((UsageError, SystemExit)):
+            main(["compare", str(bad)])
+
+
+def test_folders_below_a_thousand_others_are_found(tmp_path: Path) -> None:
+    deep = tmp_path
+    for _ in range(400):
+        deep /= "d"
+    deep.mkdir(parents=True)
+    (deep / "hparams.yaml").write_text("seed: 1")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert comparison.runs_in(tmp_path) == [deep]

@@ -4,12 +4,14 @@ import ast
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import yaml
 
 from recipes.callbacks.stops import plain_batch
 from recipes.cli import main
@@ -107,7 +109,7 @@ def test_ctrl_c_ends_it_without_a_way_to_resume(run, command, monkeypatch, capsy
     folder = without_intermediate(run[1], tmp_path / "version_0")
     monkeypatch.setattr(Witness, "on_train_batch_end", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as end:
-        main([command[0], str(folder), *command[1:]])
+        main([command[0], str(folder), "--trust", *command[1:]])
     assert end.value.code == 130 and "saved in" not in capsys.readouterr().err
 
 
@@ -121,9 +123,10 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def exit_code(*args: str) -> int:
+def exit_code(*args: str, trust: bool = True) -> int:
+    """Runs a command; the runs have a callback of this file, which only a trusted folder may name."""
     try:
-        main(list(args))
+        main([*args, *(["--trust"] if trust else [])])
     except SystemExit as exit_:
         return int(exit_.code or 0)
     return 0
@@ -265,6 +268,91 @@ def test_errors_name_the_argument(run: Any, arguments: list[str], sentence: str,
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
+
+
+EVIL = "evil_of_a_folder"
+#: What a sent folder's config may name, and the argument that the refusal names.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "data.env_id": ("data", {"env_id": f"{EVIL}:run"}),
+    "data.env_id of a program": ("data", {"env_id": "subprocess:Popen", "env_kwargs": {"args": ["touch", "ran"]}}),
+    "data.env_id of a file": ("data", {"env_id": "other.yaml"}),
+    "data.wrappers": ("data", {"wrappers": [{"class_path": f"{EVIL}.run"}]}),
+    "data.env_kwargs": ("data", {"env_kwargs": {"x": [{"class_path": f"{EVIL}.run"}]}}),
+    "model.network": ("model", {"network": f"{EVIL}.run"}),
+    "model.features_extractor": ("model", {"features_extractor": {"class_path": f"{EVIL}.run", "init_args": {}}}),
+    "model.optimizer": ("model", {"optimizer": f"{EVIL}.run"}),
+    "model.optimizer of a file": ("model", {"optimizer": "other.yaml"}),
+    "model.lr_scheduler": (
+        "model",
+        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.LambdaLR",
+                          "init_args": {"lr_lambda": f"{EVIL}.run"}}},
+    ),
+    "model.net_arch": ("model", {"net_arch": {"class_path": f"{EVIL}.run"}}),
+    "model.class_path": ("", {"model": {"class_path": f"{EVIL}.run"}}),
+    "model.class_path of a function": ("", {"model": {"class_path": "rl_modules.core.settings.setting"}}),
+    "data.class_path": ("", {"data": {"class_path": f"{EVIL}.run", "init_args": {}}}),
+    "trainer": ("trainer", {"callbacks": [{"class_path": f"{EVIL}.run"}]}),
+    "trainer of a callback": (
+        "trainer",
+        {"callbacks": [{"class_path": "lightning.pytorch.callbacks.LambdaCallback",
+                        "init_args": {"on_fit_start": f"{EVIL}.run"}}]},
+    ),
+    "trainer of a file": ("trainer", {"callbacks": "other.yaml"}),
+    "trainer of a strategy": ("trainer", {"strategy": {"class_path": f"{EVIL}.run"}}),
+    "checkpoint": ("", {"checkpoint": {"class_path": f"{EVIL}.run"}}),
+    "config": ("", {"config": "other.yaml"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_sent_folder_runs_nothing_of_its_own(named: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{EVIL}.py").write_text("open('ran', 'w')\ndef run(*a, **k): pass\n")
+    (tmp_path / "other.yaml").write_text(f"class_path: {EVIL}.run\n")
+    where, change = NAMED[named]
+    config: dict[str, Any] = {
+        "model": {"class_path": "rl_modules.PPO", "init_args": {}},
+        "data": {"class_path": "datamodules.RolloutDataModule", "init_args": {"env_id": "CartPole-v1"}},
+        "trainer": {"devices": 1, "accelerator": "cpu", "max_steps": 1},
+        "checkpoint": {},
+    }
+    part = config.get(where, config)
+    part.get("init_args", part).update(change)
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "config.yaml").write_text(yaml.safe_dump(config))
+    assert exit_code("replay", "sent", "--step", "1", trust=False) == 1
+    err = capsys.readouterr().err
+    assert f"names {named.partition(' ')[0]}=" in err and "give --trust" in err
+    assert EVIL not in sys.modules and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [("a: &a [1]\nmodel: 3", "has trainer"), ("x: [" * 3, "no YAML of plain values"), ("[]", "settings by name")],
+)
+def test_a_damaged_folder_is_refused_in_one_line(config: str, sentence: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    assert exit_code("replay", str(tmp_path), "--step", "1", trust=False) == 1
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+def test_a_run_of_what_is_registered_needs_no_trust(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    config = yaml.safe_load((run[1] / "config.yaml").read_text())
+    for file in run[1].glob("checkpoints/*.ckpt"):
+        (tmp_path / "run" / "checkpoints" / file.name).write_bytes(file.read_bytes())
+    for file in run[1].glob("events*"):
+        (tmp_path / "run" / file.name).write_bytes(file.read_bytes())
+    assert config["trainer"]["callbacks"], "that of this file"
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    assert exit_code("verify", str(tmp_path / "run"), trust=False) == 1
+    config["trainer"]["callbacks"] = None
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    assert exit_code("verify", str(tmp_path / "run"), trust=False) == 0
 
 
 def test_files_are_loaded_to_the_cpu():
