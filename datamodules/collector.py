@@ -18,7 +18,7 @@ from rl_modules.common.spaces import observation_arrays, to_environment
 from rl_modules.contract import Act, Rollout
 from rl_modules.core.seams import require_acted, require_rows
 from rl_modules.core.state import Stateful, persistent
-from rl_modules.state_dependent_noise import exploring_act
+from rl_modules.distributions.state_dependent import exploring_act
 
 if TYPE_CHECKING:  # imported where a policy has a memory, and where something is normalised
     from datamodules.memory import Memory

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.checkpoints import preparation
-from rl_modules.common.checkpoint_file import read_source
 from rl_modules.common.stored_arguments import building
 from rl_modules.core.checkpoint import restored_arrays
+from rl_modules.core.checkpoint_file import read_source
 from rl_modules.core.hooks import HasParts
 from rl_modules.core.seams import check_pairing
 from rl_modules.core.settings import Declared, made

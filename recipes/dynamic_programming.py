@@ -17,10 +17,10 @@ from datamodules.registered import code_of_environment, code_of_settings, code_o
 from recipes.callbacks.pictures import action_directions, draw_values
 from recipes.cli.options import Parser
 from rl_modules import functional as F
-from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.named_code import refuse_named
 from rl_modules.common.stored_arguments import settings_of
+from rl_modules.core.checkpoint_file import read_checkpoint
 
 _ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
 _MOST_ROWS = 24

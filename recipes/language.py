@@ -7,7 +7,7 @@ from typing import Any
 
 import rl_modules
 from recipes import saved_runs
-from recipes.cli.terminal import quiet
+from recipes.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
 from rl_modules.common.stored_arguments import building, settings_of

@@ -245,7 +245,7 @@ PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
     """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages."""
-    from recipes.cli.terminal import quiet
+    from recipes.terminal import quiet
 
     quiet()
     try:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recipes.cli.terminal import one_sentence
+from recipes.terminal import one_sentence
 
 
 def end_if_missed(missed: Sequence[str], target: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_of
+from rl_modules.core.checkpoint_file import DamagedCheckpoint, damage_of, described, read_checkpoint, require_parts
 from rl_modules.loggers import FILLED_IN
 
 #: Names of a run's checkpoints.

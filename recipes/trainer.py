@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recipes import run, saved_runs, summary
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.progress import TransitionProgressBar
-from recipes.cli.terminal import quiet, wait_for
 from recipes.signals import Stopped, end_with_starter
+from recipes.terminal import quiet, wait_for
 from rl_modules.common.errors import UsageError
 from rl_modules.ranks import launches
 

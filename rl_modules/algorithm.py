@@ -7,9 +7,9 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from rl_modules.common.arguments import OWN_NETWORKS
-from rl_modules.common.checkpoint_file import loading
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint import load_run, restored_arrays, save_run
+from rl_modules.core.checkpoint_file import loading
 from rl_modules.core.curves import Means
 from rl_modules.core.hooks import CheckedCheckpointIO, OfRun, frame
 from rl_modules.core.resume import accumulated_gradients, finish_batch, resume_training

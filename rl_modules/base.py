@@ -26,6 +26,7 @@ from rl_modules.core.resume import step_schedulers_of_epochs
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
 from rl_modules.core.settings import made, one_or_all, setting
 from rl_modules.core.state import transient
+from rl_modules.distributions.state_dependent import check_sde
 from rl_modules.fast import is_recording
 from rl_modules.fast.adam import adam, clip_grad_norm
 from rl_modules.fast.updates import MeansInPlace
@@ -41,7 +42,6 @@ from rl_modules.run import (
     take_spaces,
     write_metrics,
 )
-from rl_modules.state_dependent_noise import check_sde
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]

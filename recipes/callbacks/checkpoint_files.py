@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_modules.common.checkpoint_file import require_plain
+from rl_modules.core.checkpoint_file import require_plain
 from rl_modules.core.hooks import CheckedCheckpointIO
 
 

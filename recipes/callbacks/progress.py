@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from recipes.cli.terminal import wait_for
+from recipes.terminal import wait_for
 
 #: Metrics of the progress bar; it shows the first two that a run has.
 SHOWN = ("eval/pass@1", "train/reward", "eval/accuracy", "train/accuracy", "train/loss")

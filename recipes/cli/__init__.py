@@ -5,6 +5,6 @@ rl validate --config ppo/cartpole.yaml --ckpt_path logs/.../last.ckpt
 """
 
 from recipes.cli.command import main
-from recipes.cli.terminal import quiet
+from recipes.terminal import quiet
 
 __all__ = ["main", "quiet"]

@@ -9,8 +9,8 @@ from recipes import configs
 from recipes.cli import information
 from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, parser_of, short_help
 from recipes.cli.options import CLASS_OPTIONS, options_in
-from recipes.cli.terminal import add_working_directory, is_first_rank, one_sentence, quiet, show, wait_for
 from recipes.signals import Stopped, end_with_starter
+from recipes.terminal import add_working_directory, is_first_rank, one_sentence, quiet, show, wait_for
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
 

@@ -23,9 +23,9 @@ from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.cli.terminal import is_of_users_code, wait_for
 from recipes.run import Run, continue_folder, held, require_own_folder
 from recipes.signals import Stopped, end_at_sigterm
+from recipes.terminal import is_of_users_code, wait_for
 from recipes.trainer import Trainer
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import OWN_NETWORKS

@@ -13,8 +13,8 @@ from typing import Any
 from recipes import comparison, configs
 from recipes.cli import runs
 from recipes.cli.options import options_in
-from recipes.cli.terminal import wait_for
 from recipes.pipeline import checked
+from recipes.terminal import wait_for
 from rl_modules.common.errors import UsageError
 
 #: Options of several runs, with the least value of each.

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from rl_modules.common.arguments import has_arrays, plain
-from rl_modules.common.checkpoint_file import make_loadable, widen
 from rl_modules.common.stored_arguments import settings_of
+from rl_modules.core.checkpoint_file import make_loadable, widen
 from rl_modules.core.hooks import is_cut_off
 from rl_modules.core.resume import keep_earlier_checkpoint, reopen_epoch
 from rl_modules.core.state import load_state, pack, state_of, unpack

@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rl_modules.common.checkpoint_file import read_checkpoint, require_plain
+from rl_modules.core.checkpoint_file import read_checkpoint, require_plain
 
 if TYPE_CHECKING:
     from rl_modules.algorithm import Algorithm
@@ -105,7 +105,7 @@ def draw_over(trainer: L.Trainer, position: int) -> None:
 
 
 class CheckedCheckpointIO(TorchCheckpointIO):
-    """Verifies a file by :func:`rl_modules.common.checkpoint_file.read_checkpoint` before Lightning loads it, and
+    """Verifies a file by :func:`rl_modules.core.checkpoint_file.read_checkpoint` before Lightning loads it, and
     refuses to write one that could not be loaded.
     """
 

@@ -10,8 +10,8 @@ import lightning as L
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint_file import check_optimizers
 from rl_modules.core.hooks import is_cut_off
 
 if TYPE_CHECKING:

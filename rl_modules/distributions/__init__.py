@@ -87,7 +87,7 @@ def make_distribution(
         if log_std is None:
             raise UsageError(f"the action space {space} needs log_std, the log standard deviation")
         if latent is not None and log_std.ndim == 2:
-            from rl_modules.state_dependent_noise import StateDependentGaussian
+            from rl_modules.distributions.state_dependent import StateDependentGaussian
 
             # As in Stable-Baselines3, the noise does not train the features.
             latent = (latent if latent.dtype is torch.float64 else latent.float()).detach()

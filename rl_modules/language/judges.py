@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.common.stored_arguments import settings_of
+from rl_modules.core.checkpoint_file import read_checkpoint
 from rl_modules.language.architecture import make_config, max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.lora import check_switched_off

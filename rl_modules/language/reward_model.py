@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.chat_template import encoder_of
 from rl_modules import functional as F
-from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint_file import read_checkpoint
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.settings import changed, setting
 from rl_modules.core.state import persistent

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from rl_modules import functional as F
+from rl_modules.distributions.state_dependent import EPSILON, NoiseMatrices
 from rl_modules.fast.relu_mlp import is_hooked, parallel_linear, pays, relu_mlp
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import ParallelLinear, activation, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.networks.q_network import apply_tower
-from rl_modules.state_dependent_noise import EPSILON, NoiseMatrices
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0

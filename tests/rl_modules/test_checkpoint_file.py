@@ -10,8 +10,8 @@ import torch
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO
-from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint_file import check_optimizers
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
 

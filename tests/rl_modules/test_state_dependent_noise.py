@@ -11,8 +11,8 @@ from rl_modules import A2C, PPO, SAC, TQC, TRPO, CrossQ, RecurrentA2C, Recurrent
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions.independent import DiagGaussian
+from rl_modules.distributions.state_dependent import NoiseMatrices, StateDependentGaussian, exploring_act
 from rl_modules.networks.critics import StateDependentPolicy
-from rl_modules.state_dependent_noise import NoiseMatrices, StateDependentGaussian, exploring_act
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts
 

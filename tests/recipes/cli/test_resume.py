@@ -25,8 +25,8 @@ from recipes.cli.command import _resume_command
 from recipes.run import LOCK
 from recipes.saved_runs import newest_run
 from recipes.signals import Stopped
-from rl_modules.common.checkpoint_file import damage_of
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint_file import damage_of
 from tests import chaos
 from tests.marks import quick
 from tests.training import assert_equal_checkpoints

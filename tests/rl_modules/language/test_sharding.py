@@ -20,8 +20,8 @@ from recipes.cli import main
 from recipes.saved_runs import read
 from recipes.signals import Stopped
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
-from rl_modules.common.checkpoint_file import damage_of
 from rl_modules.common.errors import UsageError
+from rl_modules.core.checkpoint_file import damage_of
 from rl_modules.language.sharding import whole
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
