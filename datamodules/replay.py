@@ -49,12 +49,9 @@ def without_priorities(data: "ReplayDataModule") -> str | None:
 
 
 def check_train_freq(name: str, value: Any) -> Any:
-    """Refuses what is neither a number of steps nor a number and a unit."""
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    number, unit = value if is_pair else (value, "step")
-    is_number = isinstance(number, int) and not isinstance(number, bool) and number > 0
-    if value is not None and not (is_number and unit in ("step", "episode")):
-        raise UsageError(f'{name}={value!r} must be a number of steps, or [number, "step"] or [number, "episode"]')
+    """Refuses Stable-Baselines3's pairs of a number and a unit, of which the steps are the number."""
+    if isinstance(value, tuple | list | dict):
+        raise UsageError(f"{name}={value!r} must be a number of steps; a round of whole episodes is none of them")
     return value
 
 
@@ -89,10 +86,9 @@ class ReplayDataModule(ControlDataModule):
         says="transitions with random actions, over all environments and ranks, before the first update",
         least=0,
     )
-    train_freq: Converted[int | tuple[int, str] | None, int] = setting(
+    train_freq: Converted[int | None, int] = setting(
         default=None,
-        says="steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
-        "environment; None: the algorithm's (DQN 4, the others 1)",
+        says="steps of each environment per round; None: the algorithm's (DQN 4, the others 1)",
         least=1,
         check=check_train_freq,
     )
@@ -164,18 +160,16 @@ class ReplayDataModule(ControlDataModule):
     )
     rollouts_per_epoch: Converted[int | None, int] = setting(
         default=None,
-        says="rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an epoch has as "
-        "many minibatches as this number of rounds, or a thousand if the number of minibatches depends on the episodes",
+        says="rounds per Lightning epoch; None: about a thousand transitions",
         least=1,
     )
 
     # In this epoch, and left of this round, in minibatches.
     _position: int = persistent(0)
     _left: int = persistent(0)
-    # Of the round of episodes under way: transitions so far, episodes to come, and `num_timesteps` before it; None
-    # between rounds.
-    _round: tuple[int, int, int] | None = persistent()
-    # Transitions that `num_timesteps` lacks between loading a checkpoint within a round and its next step.
+    # `num_timesteps` before the warm-up that is under way; None: none is.
+    _warm_up_began: int | None = persistent()
+    # Transitions that `num_timesteps` lacks between loading a checkpoint within the warm-up and its next step.
     _uncounted: int = persistent(0)
     _drawn: deque[Batch] = persistent(deque())
     _learning: Tensor | None = transient()
@@ -199,22 +193,10 @@ class ReplayDataModule(ControlDataModule):
         """Fills in settings that were not given with the algorithm's defaults, and checks them against each other."""
         wanted = self.learner.experience if self.has_learner else REPLAY
         given = self.hparams
-        freq: Any = wanted.train_freq if given["train_freq"] is None else given["train_freq"]
-        self.train_freq, unit = freq if isinstance(freq, tuple | list) else (int(freq), "step")
-        self.counts_episodes = unit == "episode"
+        self.train_freq = wanted.train_freq if given["train_freq"] is None else given["train_freq"]
         self.batch_size = at_least("batch_size", given["batch_size"] or wanted.batch_size or 32)
         self.gradient_steps = given["gradient_steps"]
         per_epoch = given["rollouts_per_epoch"]
-        if self.counts_episodes:
-            if self.n_envs > 1 or self._world_size > 1:
-                raise UsageError(
-                    f"train_freq={list(freq)} waits for one environment's episodes; use "
-                    f"n_envs=1 (it is {self.n_envs}) and one process, or a number of steps"
-                )
-            self.rollouts_per_epoch = per_epoch or max(1, round(1000 / max(self.gradient_steps, 1)))
-            # How many minibatches such a round has is known after it.
-            self._epoch_length = 1000 if self.gradient_steps == -1 else self.rollouts_per_epoch * self.gradient_steps
-            return
         if self.gradient_steps == -1:
             self.gradient_steps = self.train_freq * self.n_envs
         self.rollouts_per_epoch = per_epoch or max(1, round(1000 / (self.train_freq * self.n_envs)))
@@ -277,10 +259,6 @@ class ReplayDataModule(ControlDataModule):
     @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
-        if self.counts_episodes:
-            # An estimate, for the cadence of evaluations.
-            limit = getattr(self.example_env.spec, "max_episode_steps", None) or 1000
-            return 1000 if self.gradient_steps == -1 else limit * self.train_freq * self.rollouts_per_epoch
         return self.n_envs * self.train_freq * self.rollouts_per_epoch * self._world_size
 
     # ---------------------------------------------------------------- training batches
@@ -292,7 +270,7 @@ class ReplayDataModule(ControlDataModule):
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` transitions were collected and the last round's minibatches were used."""
-        return self.num_timesteps >= self.total_timesteps and self._left == 0 and self._round is None
+        return self.num_timesteps >= self.total_timesteps and self._left == 0 and self._warm_up_began is None
 
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
@@ -308,8 +286,8 @@ class ReplayDataModule(ControlDataModule):
             position = 0 if position >= length else position
             self._update_priorities()
             if self._left == 0:
-                transitions = self.new_experience()
-                self._left = transitions if self.gradient_steps == -1 else self.gradient_steps
+                self.new_experience()
+                self._left = self.gradient_steps
             if not self._drawn:
                 self._draw(self._left)
             self._position = position + 1
@@ -356,32 +334,16 @@ class ReplayDataModule(ControlDataModule):
                     )
             return {"action": acted["action"].cpu()}
 
-        def collect(n_steps: int) -> int:
-            precision = self.learner_trainer.precision_plugin.forward_context()
-            with evaluation_mode(self._parts), torch.no_grad(), precision:
-                return self._collect(act, n_steps)
+        self._warm_up_began = None
+        precision = self.learner_trainer.precision_plugin.forward_context()
+        with evaluation_mode(self._parts), torch.no_grad(), precision:
+            return self._collect(act, self.train_freq)
 
-        if not self.counts_episodes:
-            self._round = None
-            return collect(self.train_freq)
-        transitions, missing, began = self._round or (0, self.train_freq, began)
-        # gSDE keeps its noise for the round, which a checkpoint within the round would lack.
-        resumes_within = policy_act == module.act
-        while missing > 0:
-            added = collect(1)
-            transitions += added
-            missing -= added == 1 and int(self.collector.episodes.running_length[0]) == 0
-            self._round = transitions, missing, began
-            if missing > 0:
-                self._offer_to_stop(resumes_within)
-        self._round = None
-        return transitions
-
-    def _offer_to_stop(self, resumes_within: bool) -> None:
-        """Lets a signal end a long round; ``resumes_within``: a checkpoint written now is exact."""
+    def _offer_to_stop(self) -> None:
+        """Lets a signal end a long warm-up; a checkpoint written now is exact."""
         trainer = self.learner_trainer
         waits = getattr(trainer.train_dataloader, "while_waiting", None)
-        if resumes_within and waits is not None:
+        if waits is not None:
             waits()
         if trainer.received_sigterm:
             raise SIGTERMException
@@ -404,8 +366,8 @@ class ReplayDataModule(ControlDataModule):
             self._collect(
                 act, min(missing, WARM_UP_STEPS, self.buffer_size // (self.replay.rows_per_step * self.n_envs))
             )
-            self._round = 0, self.train_freq, began
-            self._offer_to_stop(resumes_within=True)
+            self._warm_up_began = began
+            self._offer_to_stop()
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
@@ -486,7 +448,7 @@ class ReplayDataModule(ControlDataModule):
 
     @property
     def _layout(self) -> dict[str, int]:
-        names = ("n_envs", "train_freq", "gradient_steps", "batch_size", "rollouts_per_epoch", "counts_episodes")
+        names = ("n_envs", "train_freq", "gradient_steps", "batch_size", "rollouts_per_epoch")
         return {**{name: getattr(self, name) for name in names}, "length": self._epoch_length}
 
     def rank_state(self) -> dict[str, Any]:
@@ -517,10 +479,10 @@ class ReplayDataModule(ControlDataModule):
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
         goes_on = state["layout"] == self._layout
         if not goes_on:
-            self._left, self._round = 0, None
-        if self._round is not None:
+            self._left, self._warm_up_began = 0, None
+        if self._warm_up_began is not None:
             # Schedules are set from this at the start of a fit, and keep their values within a round.
-            counted, self.num_timesteps = self.num_timesteps + self._uncounted, self._round[2]
+            counted, self.num_timesteps = self.num_timesteps + self._uncounted, self._warm_up_began
             self._uncounted = counted - self.num_timesteps
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]

@@ -112,8 +112,6 @@ CASES: dict[str, list[str]] = {
             "--model.learning_rate=lin_0.001"],
     "sac-dropout": ["--model=SAC", *SWING, "--data.gradient_steps=2", "--model.layer_norm=true",
                     "--model.dropout_rate=0.1", "--data.learning_starts=100", "--seed_everything=1"],
-    "sac-episodes": ["--model=SAC", *SWING, "--data.train_freq=[1, episode]", "--data.gradient_steps=-1",
-                     "--data.env_kwargs.max_episode_steps=30"],
     "tqc-prioritized": ["--model=TQC", *SWING, "--data.prioritized_replay=true", "--data.n_steps=3", "--data.n_envs=2",
                         "--data.gradient_steps=2"],
     "crossq": ["--model=CrossQ", "--model.policy_delay=2", "--model.renorm_warmup_steps=200", *SWING,

@@ -417,17 +417,9 @@ def test_n_step_rewards_are_discounted_sums() -> None:
     assert prepared["noise"].shape == (2, 2, 2)
 
 
-def test_rounds_of_whole_episodes() -> None:
-    env_id = "tests.conformance.envs:make_short_pendulum"
-    model, data = SAC(net_arch=[8]), data_module(env_id, train_freq=[1, "episode"], gradient_steps=-1)
-    fit(model, data)
-    # The warm-up's 20 transitions are one episode; as many updates as transitions after it.
-    assert data.num_timesteps == 60
-    assert model.n_updates == 40
-    with pytest.raises(UsageError, match="waits for one environment's episodes"):
-        data_module(env_id, train_freq=[1, "episode"], n_envs=2)
-    with pytest.raises(UsageError, match="must be a number of steps"):
-        data_module(env_id, train_freq=[1, "epoch"])
+def test_rounds_of_whole_episodes_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"train_freq=\[1, 'episode'\] must be a number of steps"):
+        data_module(train_freq=[1, "episode"])
 
 
 def test_half_precision_with_a_loss_scaler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from recipes import saved_runs
@@ -98,10 +95,6 @@ ALGORITHMS: dict[str, tuple[Any, Any]] = {
     "dqn": (lambda: DQN(), lambda: replay(gradient_steps=3)),
     "dqn prioritized": (lambda: DQN(double=True), lambda: replay(prioritized_replay=True, n_steps=3, n_envs=2)),
     "sac": (lambda: SAC(learning_rate="lin_0.001"), lambda: replay("Pendulum-v1", gradient_steps=3, train_freq=2)),
-    "sac of episodes": (
-        lambda: SAC(net_arch=[16]),
-        lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=(1, "episode")),
-    ),
     "tqc prioritized": (
         lambda: TQC(net_arch=[16]),
         lambda: replay("Pendulum-v1", prioritized_replay=True, n_steps=3, n_envs=2),
@@ -476,30 +469,16 @@ def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, ca
     assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
 
 
-ROUNDS: dict[str, tuple[Any, Any]] = {
-    "dqn": (lambda: DQN(), lambda: replay(gradient_steps=3, train_freq=(4, "episode"))),
+WARM_UPS: dict[str, tuple[Any, Any]] = {
     "sac of as many steps": (
         lambda: SAC(net_arch=[16]),
-        lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=(3, "episode")),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=3),
     ),
     "td3 normalized and prioritized": (
         lambda: TD3(net_arch=[16], action_noise=OrnsteinUhlenbeckActionNoise(sigma=0.5)),
-        lambda: replay("tests.conformance.envs:make_short_pendulum", train_freq=(3, "episode"), norm_obs=True,
-                       norm_reward=True, prioritized_replay=True),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", train_freq=3, norm_obs=True, norm_reward=True,
+                       prioritized_replay=True),
     ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ROUNDS)
-def test_a_signal_stops_within_a_round_of_episodes_from_where_the_run_resumes_exactly(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = resumed_after_a_signal_in(22, *ROUNDS[case], tmp_path, monkeypatch)["ranks"][0]["round"]
-    assert saved is not None and 0 < saved[0] <= 21
-
-
-WARM_UPS: dict[str, tuple[Any, Any]] = {
-    **ROUNDS,
     "dqn of steps": (lambda: DQN(learning_rate="lin_0.01"), lambda: replay(n_envs=3, prioritized_replay=True)),
     "sac next step": (
         lambda: SAC(net_arch=[16], use_sde=True),
@@ -543,32 +522,6 @@ def resumed_after_a_signal_in(
     fit(make_model(), make_data(), stopped.value.checkpoint, **saving(folder, interval_s=1e9))
     assert_equal_checkpoints(folder / "whole/checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
     return saved
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_signal_stops_a_run_whose_episode_never_ends(writes: bool, tmp_path: Path) -> None:
-    class Endless(gym.Env):
-        observation_space, action_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
-
-        def __init__(self) -> None:
-            self.t = 0
-
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            super().reset(seed=seed)
-            return np.zeros(1, np.float32), {}
-
-        def step(self, action: Any) -> Any:
-            self.t += 1
-            if self.t == 200:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if self.t == 2000:
-                raise RuntimeError("still running")
-            return np.zeros(1, np.float32), 1.0, False, False, {}
-
-    data = ReplayDataModule(Endless, total_timesteps=120, learning_starts=20, eval_freq=0, train_freq=(1, "episode"))
-    with pytest.raises(Stopped if writes else SIGTERMException):
-        fit(DQN(), data, **(saving(tmp_path, interval_s=1e9) if writes else {}))
-    assert (tmp_path / "checkpoints/last.ckpt").is_file() == writes
 
 
 class Regression(L.LightningModule):
