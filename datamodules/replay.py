@@ -48,13 +48,6 @@ def without_priorities(data: "ReplayDataModule") -> str | None:
     return None if data.prioritized_replay else "while prioritized_replay is false; set that to true"
 
 
-def check_train_freq(name: str, value: Any) -> Any:
-    """Refuses Stable-Baselines3's pairs of a number and a unit, of which the steps are the number."""
-    if isinstance(value, tuple | list | dict):
-        raise UsageError(f"{name}={value!r} must be a number of steps; a round of whole episodes is none of them")
-    return value
-
-
 class ReplayDataModule(ControlDataModule):
     """Replay buffer: transitions of all policies so far, sampled at random.
 
@@ -90,7 +83,6 @@ class ReplayDataModule(ControlDataModule):
         default=None,
         says="steps of each environment per round; None: the algorithm's (DQN 4, the others 1)",
         least=1,
-        check=check_train_freq,
     )
     gradient_steps: int = setting(
         default=1,

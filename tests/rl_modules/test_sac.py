@@ -418,7 +418,7 @@ def test_n_step_rewards_are_discounted_sums() -> None:
 
 
 def test_rounds_of_whole_episodes_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"train_freq=\[1, 'episode'\] must be a number of steps"):
+    with pytest.raises(UsageError, match=r"train_freq=\[1, 'episode'\] must be a number"):
         data_module(train_freq=[1, "episode"])
 
 
