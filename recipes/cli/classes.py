@@ -82,8 +82,9 @@ def known_classes(argument: str) -> list[str]:
         "optimizer": [torch.optim.Optimizer],
         "lr_scheduler": [torch.optim.lr_scheduler.LRScheduler],
     }
-    found = {cls.__name__ for base in bases.get(argument, ()) for cls in _subclasses(base)}
-    return sorted(name for name in found if not name.startswith("_"))
+    found = [cls for base in bases.get(argument, ()) for cls in _subclasses(base) if not cls.__name__.startswith("_")]
+    # Libraries that are imported have others, which a name alone does not mean.
+    return sorted({cls.__name__ for cls in found if cls.__module__.startswith(("torch.", "lightning.", "recipes."))})
 
 
 def _subclasses(cls: type) -> Iterator[type]:

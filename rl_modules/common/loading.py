@@ -9,6 +9,9 @@ from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
 
+#: Names that an error lists.
+MOST_NAMED = 16
+
 
 def load_object(path: str, what: str, known: Iterable[str] = (), kind: str = "") -> Any:
     """Imports the object named by ``package.module:name`` or ``package.module.name``, a callable if its ``kind`` is
@@ -17,8 +20,9 @@ def load_object(path: str, what: str, known: Iterable[str] = (), kind: str = "")
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not attribute or attribute == "py":
         known = list(known)
+        some = ", ".join([*known[:MOST_NAMED], *["…"] * (len(known) > MOST_NAMED)])
         raise UsageError(
-            f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {', '.join(known)}, or "
+            f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {some}, or "
             "give an import path 'package.module:name'"
         )
     found = member_of(import_user_module(module, f"{what} {path!r}"), attribute, f"{what} {path!r}")
