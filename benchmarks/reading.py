@@ -1,11 +1,12 @@
-"""What a person who reads the code passes: files and lines on an algorithm's path, functions of one batch, names.
+"""What a person who reads the code passes: files that imports lead to, functions of one batch, names.
 
-    python -m benchmarks.reading               the table: PPO's path, GRPO's path, the whole
+    python -m benchmarks.reading               the table: PPO, GRPO, the whole
     python -m benchmarks.reading whole ppo     some of its columns; ``whole`` alone reads the files and runs nothing
     python -m benchmarks.reading page          writes the list of docs/concepts/one_batch.md
 
-A *path* is what a short ``fit`` under Lightning's Trainer loads; a *batch* is what is called from an epoch's start to
-the end of its first optimizer step, after a first epoch. Each is measured in a process of its own.
+Imports count anywhere in a file (``benchmarks.imports``), so that one inside a function hides nothing. A *path* is what
+a short ``fit`` under Lightning's Trainer loads; a *batch* is what is called from an epoch's start to the end of its
+first optimizer step, after a first epoch. Each is measured in a process of its own.
 """
 
 import argparse
@@ -23,8 +24,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.imports import (
+    PACKAGES,
+    STARTS,
+    arrows,
+    file_of,
+    functions_on_hosts,
+    imports_in_functions,
+    in_circles,
+    reached,
+)
+
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("rl_modules", "datamodules", "recipes")
 OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
 PAGE = ROOT / "docs" / "concepts" / "one_batch.md"
 #: The page's list stands between these lines.
@@ -35,9 +46,9 @@ STATE = {"state_dict", "load_state_dict", "rank_state", "load_rank_state", "run_
          "on_save_checkpoint", "on_load_checkpoint", "begin_run", "reset_run", "get_state", "set_state"}  # fmt: skip
 #: The table's rows: key and meaning.
 ROWS = {
-    "files": "own files loaded by a fit",
+    "files": "own files that imports lead to",
     "lines": "their lines",
-    "executed_share": "share of their functions' statements executed",
+    "executed_share": "share of loaded statements that a fit executes",
     "functions": "own functions called by one batch",
     "function_files": "their files",
     "classes": "own classes in the MRO",
@@ -48,6 +59,12 @@ ROWS = {
     "small_files": "files of under 60 lines",
     "refusals": "refusals written out (raise UsageError)",
     "state_functions": "functions of state written by hand",
+    "in_circles": "files in circles of imports",
+    "imports_in_functions": "own imports inside functions",
+    "on_hosts": "functions on an untyped module, data …",
+    "private_of_hosts": "private attributes of it that they touch",
+    "skips": "lines kept from the formatter",
+    "untyped_settings": "arguments of type Any",
 }
 
 
@@ -61,7 +78,8 @@ def product_files() -> list[Path]:
 def whole() -> dict[str, int]:
     """Counts over all files of the product."""
     texts = [path.read_text("utf-8") for path in product_files()]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    trees = [ast.parse(text) for text in texts]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     lines = [text.count("\n") for text in texts]
     return {
         "product_files": len(texts),
@@ -71,7 +89,23 @@ def whole() -> dict[str, int]:
         "state_functions": sum(
             isinstance(node, ast.FunctionDef) and node.name.removeprefix("_") in STATE for node in nodes
         ),
+        "imports_in_functions": sum(
+            imports_in_functions(tree)
+            for tree, path in zip(trees, product_files(), strict=True)
+            if path.name != "__init__.py"
+        ),
+        "on_hosts": sum(functions_on_hosts(tree)[0] for tree in trees),
+        "private_of_hosts": sum(functions_on_hosts(tree)[1] for tree in trees),
+        "skips": sum(len(re.findall(r"# fmt: (?:skip|off)", text)) for text in texts),
+        "untyped_settings": sum(text.count(": Any = setting(") for text in texts),
     }
+
+
+def reach(algorithm: str) -> dict[str, int]:
+    """Counts the files that imports lead to from an algorithm and its datamodule, and their lines."""
+    names = {*STARTS[algorithm], *reached(STARTS[algorithm], arrows())}
+    lines = [file_of(ROOT, name).read_text("utf-8").count("\n") for name in names]
+    return {"files": len(names), "lines": sum(lines)}
 
 
 # ---------------------------------------------------------------- a path, in a process of its own
@@ -97,7 +131,7 @@ def experiment(algorithm: str, batch_only: bool) -> tuple[Any, Any, dict[str, An
 
 
 def path(algorithm: str) -> dict[str, float]:
-    """Files that a fit loads, the share of statements it executes, and the classes and names of its module."""
+    """The share of loaded statements that a fit executes, and the classes and names of its module."""
     import lightning as L
     from torch import nn
 
@@ -127,8 +161,6 @@ def path(algorithm: str) -> dict[str, float]:
     shared = {name for cls in classes for name in vars(cls) if not name.startswith("__")}
     instance = {name for name in vars(module) if not name.startswith("_abc")} - vars(nn.Module()).keys()
     return {
-        "files": len(files),
-        "lines": sum(text.count("\n") for text in texts.values()),
         "executed_share": round(sum(len(lines & executed[name]) for name, lines in statements.items())
                                 / sum(map(len, statements.values())), 3),
         "classes": len(classes),
@@ -219,13 +251,16 @@ def table(columns: list[str]) -> str:
     figures: dict[str, dict[str, float]] = {column: {} for column in columns}
     for (_, column), result in zip(parts, found, strict=True):
         figures[column].update(result)
-    if "whole" in figures:
-        figures["whole"] = dict(whole())
-    lines = [f"{'':<42}" + "".join(f"{column:>9}" for column in columns)]
+    for column in columns:
+        if column == "whole":
+            figures[column] = {**whole(), "in_circles": len(in_circles(arrows()))}
+        else:
+            figures[column].update(reach(column))
+    lines = [f"{'':<48}" + "".join(f"{column:>9}" for column in columns)]
     for key, meaning in ROWS.items():
         if any(key in figures[column] for column in columns):
             cells = (figures[column].get(key, "") for column in columns)
-            lines.append(f"{meaning:<42}" + "".join(f"{cell:>9,}" if cell != "" else " " * 9 for cell in cells))
+            lines.append(f"{meaning:<48}" + "".join(f"{cell:>9,}" if cell != "" else " " * 9 for cell in cells))
     return "\n".join(lines)
 
 
