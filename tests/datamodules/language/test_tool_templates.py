@@ -70,7 +70,7 @@ class Writes:
         return completions_of([row], 0, "cpu", [0])
 
 
-def dialogue(tokenizer, *texts, environment=Weather, kwargs=None):
+def dialogue(tokenizer, *texts, environment=Weather, prompt="?"):
     """A dialogue whose turns are given, and what the sampler read before each; a text without a stop token is cut."""
     stops = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([s for s in STOPS if s in tokenizer.get_vocab()])]
     calls, script = EnvironmentCalls(environment, 0, 10.0), Writes(tokenizer, stops, *texts)
@@ -79,9 +79,11 @@ def dialogue(tokenizer, *texts, environment=Weather, kwargs=None):
     def act(prompts, seeds, partner):
         return by_turns(script, prompts, seeds, settings, partner)
 
-    writer = Dialogues(calls, encoder_of(tokenizer, None, None, kwargs), stops, "Weather", 1.0)
+    writer = Dialogues(calls, encoder_of(tokenizer), stops, "Weather", 1.0)
     try:
-        written = writer.write(act, [{"prompt": "?", "prompt_ids": [1]}], [0], 1, Limits(9, 10_000, 10_000, 40_000), 0)
+        written = writer.write(
+            act, [{"prompt": prompt, "prompt_ids": [1]}], [0], 1, Limits(9, 10_000, 10_000, 40_000), 0
+        )
     finally:
         calls.stop()
     return written, [tokenizer.decode(ids) for ids in script.asked]
@@ -252,3 +254,23 @@ def test_a_turn_cut_inside_a_thought_runs_nothing_and_is_closed_as_the_template_
     talk = [*ASKED, {"role": "assistant", "content": "Answ3r"}, {"role": "user", "content": "Go on."}]
     rest = rendered(tokenizer, talk, add_generation_prompt=True).rpartition("Answ3r")[2]
     assert second.endswith(thought + between + rest)
+
+
+class Own(Weather):
+    """Leaves the opening to the record's prompt."""
+
+    def reset(self, record):
+        super().reset(record)
+        return []
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="TRL, of the test extra, brings the templates")
+@pytest.mark.parametrize(("end", "content"), [("</think>Cold.<|im_end|>", "Cold."), ("", "")])
+def test_a_thought_that_the_prompt_s_last_message_begins_goes_on(end, content):
+    tokenizer = tokenizer_of("qwen3")
+    thought = 'or <tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    prompt = [*ASKED, {"role": "assistant", "content": "<think>\nSnow"}]
+    written, (first,) = dialogue(tokenizer, f" {thought}{end}", environment=Own, prompt=prompt)
+    (said,) = written.dialogues[0]["messages"]
+    assert first.endswith("<think>\nSnow")
+    assert said == {"role": "assistant", "content": content, "reasoning_content": thought}
