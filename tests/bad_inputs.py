@@ -736,7 +736,7 @@ for name, text, record_says in (
     cli(f"records {name}", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "mine.jsonl",
                             "--trainer.max_steps=1", "--data.n_eval=0"], *record_says, mine__jsonl=text)  # fmt: skip
 cli("a row without a cell", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "m.csv",
-    "--trainer.max_steps=1"], "m.csv:3: 1 of the 2 cells", "comma", m__csv="prompt,completion\na,b\nc\n")  # fmt: skip
+    "--trainer.max_steps=1"], "m.csv:3: 1 cells under the 2 names", "comma", m__csv="prompt,completion\na,b\nc\n")  # fmt: skip
 cli("serve: no place for the token", "serve --engine native --port 0 --token_file /dev/null/token", "token_file",
     "can't be written")  # fmt: skip
 cli("records of no file", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "no.jsonl",

@@ -1,6 +1,6 @@
 """Demonstrations that a policy learns from besides experience, so that it does not forget them (PPO-ptx)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,8 +13,11 @@ from datamodules.language.sources import PlacedRecord, place_of, refuse
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
+if TYPE_CHECKING:
+    from datamodules.language.prompt import PromptDataModule
 
-def demonstrations_of(data: Any, n_micro: int) -> "Demonstrations":
+
+def demonstrations_of(data: "PromptDataModule", n_micro: int) -> "Demonstrations":
     """Returns a datamodule's demonstrations, loaded once."""
     if data.ptx_batch_size < n_micro:
         raise UsageError(
@@ -33,7 +36,7 @@ def demonstrations_of(data: Any, n_micro: int) -> "Demonstrations":
 class Demonstrations:
     """An endless shuffled stream of demonstrations; those of a step depend only on the seed, the step and the rank."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: "PromptDataModule") -> None:
         self.per_step, self.seed = data.ptx_batch_size, data.seed
         if data.ptx_path is not None:
             records = list(load_records(path=data.ptx_path, required=("prompt", "completion"), texts=()))

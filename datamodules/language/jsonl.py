@@ -96,7 +96,7 @@ def read_array(path: str | Path) -> list[dict[str, Any]]:
         text = file.read(MOST)
     rows = parsed(text, path, 1, list)
     if any(not isinstance(row, dict) for row in rows):
-        raise UsageError(f'{path}: an array of other things than objects such as {{"prompt": "…"}}')
+        raise UsageError(f'{path}:1: an array of other things than objects such as {{"prompt": "…"}}')
     return cast("list[dict[str, Any]]", rows)
 
 

@@ -20,7 +20,7 @@ from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.answers import voted_answer
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError, real_number
-from rl_modules.common.loading import load_object, require_settings
+from rl_modules.common.loading import require_settings
 from rl_modules.common.seeding import stream_seed
 
 #: Column with the name of a record's source, which reward functions get, too.
@@ -285,62 +285,3 @@ class MixedOrder(EndlessOrder):
         names = self._blocks[key]
         head = names[:within]
         return names[within], {name: before[name] + block * counts[name] + head.count(name) for name in weights}
-
-
-# ---------------------------------------------------------------- curricula
-
-
-def load_curriculum(data: Any) -> Callable[[dict[str, float], dict[str, float]], Any]:
-    """A datamodule's curriculum, from its name or import path."""
-    given = data.curriculum
-    found = learnable if given == "learnable" else given
-    found = load_object(found, "curriculum", ["learnable"]) if isinstance(found, str) else found
-    if not callable(found):
-        raise UsageError(f"curriculum={given!r} is a {type(found).__name__}, where a function should be")
-    if data.mixture is None or not len(data.rewards):
-        raise UsageError(
-            f"curriculum={data.hparams['curriculum']!r} weighs sources by their pass rates; give task a "
-            "list of sources, with reward functions"
-        )
-    return found
-
-
-def learnable(pass_rates: dict[str, float], weights: dict[str, float]) -> dict[str, float]:
-    """Weights in proportion to p (1 - p), the variance of a right answer: no source that is always or never solved."""
-    return {name: weights[name] * (rate * (1 - rate) + 0.01) for name, rate in pass_rates.items()}
-
-
-def checked_weights(found: Any, names: Sequence[str], what: str) -> dict[str, float]:
-    """A curriculum's weights, checked."""
-    if (
-        not isinstance(found, Mapping)
-        or {*found} != {*names}
-        or not all(isinstance(x, int | float) and 0 <= x < math.inf for x in found.values())
-        or not sum(found.values())
-    ):
-        raise UsageError(
-            f"curriculum={what} returned {found!r}, where a weight of at least 0 for each of "
-            f"{', '.join(names)} should be, not all of them 0"
-        )
-    return {name: float(found[name]) for name in names}
-
-
-def follow_curriculum(data: Any) -> None:
-    """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
-    names = list(data.mixture.sources)
-    counts = torch.tensor([data._solved.pop(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
-    if data._world_size > 1:
-        counts = data.learner_trainer.strategy.reduce(
-            counts.to(data.learner_trainer.strategy.root_device), reduce_op="sum"
-        )
-    for name, (right, n) in zip(names, counts.tolist(), strict=True):
-        if n:  # an exponential average over about ten generations
-            data._pass_rates[name] = (
-                right / n if name not in data._pass_rates else (0.9 * data._pass_rates[name] + 0.1 * right / n)
-            )
-    rates = {name: data._pass_rates.get(name, 0.5) for name in names}
-    found = checked_weights(data.reweigh(rates, data.mixture.weights), names, data.hparams["curriculum"])
-    # Rounds that are written ahead may be asked for once more.
-    data._segments = [*data._segments, data._passes.reweighed(data.drawn, found)][-8 - data.async_generations :]
-    total = sum(found.values())
-    data.policy.record(**{f"{name}/share": weight / total for name, weight in found.items()})

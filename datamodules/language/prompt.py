@@ -10,9 +10,13 @@ from torch import Tensor
 from datamodules.experience import LazyLoader
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.curriculum import Curriculum
+from datamodules.language.demonstrations import Demonstrations, demonstrations_of
+from datamodules.language.mixture import MixedOrder
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.rollouts import store
 from datamodules.language.rows import RowLengths, cut, joined_sequences, require_rewards
 from datamodules.registered import code_of_names, code_of_settings
 from rl_modules.common.errors import UsageError
@@ -156,12 +160,10 @@ class PromptDataModule(LanguageDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_generation_size()
-        self.reweigh: Any = None
+        self.reweigh: Curriculum | None = None
         if self.curriculum is not None:
-            from datamodules.language.mixture import load_curriculum
-
-            self.reweigh = load_curriculum(self)
-        self.demonstrations: Any = None
+            self.reweigh = Curriculum(self.curriculum, self.mixture, len(self.rewards) > 0)
+        self.demonstrations: Demonstrations | None = None
         if self.environment is not None and self.reward_overlap:
             raise UsageError(
                 "reward_overlap=true scores completions one by one, and an environment rewards whole "
@@ -177,8 +179,6 @@ class PromptDataModule(LanguageDataModule):
                     f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
                 )
             if self.ptx_batch_size:
-                from datamodules.language.demonstrations import demonstrations_of
-
                 self.demonstrations = demonstrations_of(self, micro)
             self.policy.samples_ahead = self.async_generations > 0
             forget_state(self.rewards)
@@ -299,20 +299,31 @@ class PromptDataModule(LanguageDataModule):
             require_rows(prepared, (len(rollout["length"]),), "[completions]")
         module.train(training)
         if self.rollouts_path is not None:
-            from datamodules.language.rollouts import store
-
             store(self.rollouts_path, self.generation, self._rank, rollout)
         self.generation += 1
         if self.reweigh is not None:
-            from datamodules.language.mixture import follow_curriculum
-
-            follow_curriculum(self)
+            self._follow(self.reweigh)
         # Whether the stored log-probabilities are those of the present weights: their own, or computed anew by them.
         step, version = self.learner_trainer.global_step, rollout["version"]
         anew = getattr(module, "rescores", True)
         is_older = version is not None and not anew and bool((version < step).any())
         self._written_at = -1 if is_older else step
         return prepared
+
+    def _follow(self, curriculum: Curriculum) -> None:
+        """Updates the sources' pass rates by a generation's, and weighs the prompts that are not taken yet anew."""
+        solved = [self._solved.pop(name, [0.0, 0.0]) for name in curriculum.names]
+        counts = torch.tensor(solved, dtype=torch.float64)
+        if self._world_size > 1:
+            strategy = self.learner_trainer.strategy
+            counts = strategy.reduce(counts.to(strategy.root_device), reduce_op="sum")
+        self._pass_rates = curriculum.pass_rates(self._pass_rates, counts)
+        weights = curriculum.weights(self._pass_rates)
+        assert isinstance(self._passes, MixedOrder)
+        # Rounds that are written ahead may be asked for once more.
+        self._segments = [*self._segments, self._passes.reweighed(self.drawn, weights)][-8 - self.async_generations :]
+        total = sum(weights.values())
+        self.policy.record(**{f"{name}/share": weight / total for name, weight in weights.items()})
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""

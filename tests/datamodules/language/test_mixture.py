@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language.mixture import BLOCK, MixedOrder, Mixture, checked_weights, learnable, of_source
+from datamodules.language.curriculum import checked_weights, learnable
+from datamodules.language.mixture import BLOCK, MixedOrder, Mixture, of_source
 from datamodules.language.rewards import RewardFunctions
 from datamodules.language.sources import EndlessOrder
 from rl_modules import DPO, GRPO, SFT

@@ -88,7 +88,7 @@ def test_the_rows_of_a_json_array_are_as_they_are_written(tmp_path, indent):
     assert [type(record["level"]) for record in load_records(path=path)] == [int, float]
     assert [row for _, row in open_stream(str(path), None, None, "train")(1)] == rows[1:]
     path.write_text(json.dumps(["a", "b"]))
-    with pytest.raises(UsageError, match="rows.json: an array of other things than objects"):
+    with pytest.raises(UsageError, match="rows.json:1: an array of other things than objects"):
         load_records(path=path)
 
 
