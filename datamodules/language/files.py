@@ -72,13 +72,13 @@ def read_dataset(source: Any, config: str | None = None, split: str | None = Non
 
     ``split`` is a split or a part of it, ``train[:90%]``, or None for the only one. No code of a dataset is run.
     """
-    import datasets
-
     where = f"dataset {name_of(source)!r}"
     if isinstance(source, str) and Path(source).is_file():
         rows = read_file(source, where)
         return rows, _part(where, {"train": len(rows)}, split)[1]
     found = open_dataset(source, config) if isinstance(source, str) else source
+    import datasets
+
     if isinstance(found, datasets.IterableDatasetDict) and split in found:
         streamed = list(map(as_written, unformatted(found[split])))
         return TableRows(where, streamed), range(len(streamed))
@@ -93,11 +93,13 @@ def read_dataset(source: Any, config: str | None = None, split: str | None = Non
 
 def _part(where: str, lengths: dict[str, int], split: str | None) -> tuple[str, range]:
     """The name of a split, and its rows or those of a part of it."""
+    name = next(iter(lengths)) if split is None and len(lengths) == 1 else str(split)
+    if name in lengths:
+        return name, range(lengths[name])
     import datasets
 
     try:
-        spec = next(iter(lengths)) if split is None and len(lengths) == 1 else str(split)
-        [part] = datasets.ReadInstruction.from_spec(spec).to_absolute(lengths)
+        [part] = datasets.ReadInstruction.from_spec(name).to_absolute(lengths)
     except ValueError as error:
         raise UsageError(f"{where}: dataset_split={split!r}: {error}; write 'train' or 'train[90%:]'") from error
     return part.splitname, range(part.from_, part.to)
@@ -105,8 +107,6 @@ def _part(where: str, lengths: dict[str, int], split: str | None) -> tuple[str, 
 
 def open_stream(path: str | None, dataset: Any, config: str | None, split: str) -> RowsFrom:
     """A function that reads the rows of a file or dataset from a given one on."""
-    import datasets
-
     source = path or dataset
     where = path or f"dataset {name_of(dataset)!r}"
     name, bracket, _ = split.partition("[")
@@ -127,7 +127,7 @@ def open_stream(path: str | None, dataset: Any, config: str | None, split: str) 
             raise UsageError(f"dataset {where!r} has no split {name!r}; it has {', '.join(table)}")
         table = table[name] if name in table else next(iter(table.values()))
     table = unformatted(table)
-    if isinstance(table, datasets.Dataset):
+    if hasattr(table, "__len__"):  # a Dataset
         return TableRows(where, table).since
 
     def rows(start: int) -> Iterator[Placed]:
