@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
@@ -200,6 +201,9 @@ class ControlDataModule(Experience):
             self._started_at, self._started_s = 0, time.monotonic()
             self.begin_run()
             self._schedule_evaluations()
+            if any(isinstance(callback, ModelPruning) for callback in getattr(self.trainer, "callbacks", ())):
+                # Its own setup, which comes next, looks for the weights to prune.
+                self.learner_trainer.lightning_module.configure_model()
 
     def _described(self) -> Environments:
         """The environments that the settings describe, which may have been assigned since the last run."""

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -106,6 +107,12 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
 
 
+#: What gloo and NCCL say to a rank when another one is gone.
+_OF_OTHER_RANKS = re.compile(
+    r"Connection (closed|reset) by peer|gloo.*(closed|timed out|Broken pipe)|NCCL.*remote|Broken pipe.*gloo", re.I
+)
+
+
 @contextmanager
 def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iterator[None]:
     """Turns what ends a program, an error or a signal, into a sentence and an exit code.
@@ -144,6 +151,9 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
         print(f"error: {error}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error
     except Exception as error:
+        if (said := _of_the_machine(error)) is not None:
+            print(f"error: {said}", file=sys.stderr)
+            raise SystemExit(1) from error
         if not is_of_a_library(error):
             raise
         extra = next(
@@ -158,6 +168,19 @@ def one_sentence(resume_command: Callable[[Stopped], str] | None = None) -> Iter
         remedy = "" if extra is None else f": {install(extra)}"
         print(f"error: {' '.join(str(error).split())[:600]}{remedy}", file=sys.stderr)
         raise SystemExit(1) from error
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What a lack of memory, or another rank's end, means for the user; None: the error is neither."""
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in said):
+        return f"the memory does not suffice: {said}; lower data.n_envs, data.n_steps, data.buffer_size or batch_size"
+    if isinstance(error, RuntimeError) and _OF_OTHER_RANKS.search(said):
+        return (
+            "another rank of this run has ended, so this one ends too: what ended it stands in its own output; "
+            "resume with --resume once that is mended"
+        )
+    return None
 
 
 def is_of_a_library(error: BaseException) -> bool:

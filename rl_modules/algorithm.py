@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from rl_modules.common.arguments import OWN_NETWORKS
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.core.checkpoint import load_run, restored_arrays, save_run
 from rl_modules.core.checkpoint_file import loading
 from rl_modules.core.curves import Means
@@ -79,6 +79,7 @@ class Algorithm(Declared, L.LightningModule):
 
     def _setup(self, stage: str) -> None:
         trainer: Any = self._trainer
+        at_least("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches)
         CheckedCheckpointIO.install(trainer)
         trainer.callbacks = [*trainer.callbacks, self.make_loop()]
 

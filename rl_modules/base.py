@@ -140,7 +140,8 @@ class ControlModule(Algorithm):
         alias="lr_scheduler",
         default=None,
         says="callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a decaying "
-        "``learning_rate``",
+        "``learning_rate``. ``ReduceLROnPlateau`` monitors what its ``monitor`` names, by default "
+        "``rollout/ep_rew_mean`` where its ``mode`` is max, else ``train/loss``",
         stores=False,
         check=require_callable,
         code=named_code,
@@ -539,7 +540,12 @@ class ControlModule(Algorithm):
                 group["lr"] = parse_schedule(self.learning_rate, "learning_rate")[0]
         if self.scheduler_factory is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": made_by("lr_scheduler", self.scheduler_factory, optimizer)}
+        scheduler: Any = made_by("lr_scheduler", self.scheduler_factory, optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            # Lightning's class of this name says what it monitors.
+            default = "rollout/ep_rew_mean" if scheduler.mode == "max" else "train/loss"
+            scheduler = {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", default)}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def step_schedulers(self) -> None:
         """Steps the schedulers of epochs that are due, as Lightning does under automatic optimization."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.contract import MINIBATCHES, Minibatch, Rollout
+from rl_modules.core.resume import uncount_step
 from rl_modules.core.settings import Converted, Scheduled, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, distribution_from
@@ -188,6 +189,7 @@ class PPO(ActorCriticModule):
             loss = optimizer_closure()
             if self.kl_exceeded:
                 optimizer.zero_grad(set_to_none=True)
+                uncount_step(self.trainer)
             else:
                 super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
             return

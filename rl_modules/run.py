@@ -12,6 +12,7 @@ from rl_modules.algorithm import Run, begin_training
 from rl_modules.checkpoints import check_same_space, require_same_optimizers, warn_of_missing
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
+from rl_modules.common.seeding import GLOBAL_GENERATORS
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
 from rl_modules.core.curves import hand_to_callbacks, write_evaluation, write_point
 from rl_modules.core.hooks import OfRun, draw_over, is_cut_off
@@ -198,7 +199,7 @@ def build(module: "ControlModule") -> None:
     # Weights are drawn on the CPU from the datamodule's seed: they are the same on every device, and the global
     # generators stay as they were.
     seed = getattr(getattr(module._trainer, "datamodule", None), "seed", 0)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with GLOBAL_GENERATORS, torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         with extractor_of(module.own_features_extractor):
             module.build_network()

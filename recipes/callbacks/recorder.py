@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import lightning as L
+import numpy as np
 from gymnasium.wrappers import RecordVideo
 from lightning.pytorch.callbacks import Callback
 
@@ -18,7 +19,7 @@ from datamodules.envs.masks import with_source
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts, sampling_from
 from recipes.callbacks.curves import log_folder
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.state import Stateful, forget_state, persistent
@@ -42,8 +43,9 @@ def record_episodes(
         The files, in order.
 
     Raises:
-        UsageError: moviepy is not installed.
+        UsageError: moviepy is not installed, the environment renders no frames, or ``n_episodes`` is below 1.
     """
+    at_least("episodes", n_episodes)
     if importlib.util.find_spec("moviepy") is None:
         raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
     env = environment_to_film(data)
@@ -66,14 +68,40 @@ def record_episodes(
     return files
 
 
+class Frames(gym.Wrapper):
+    """Frames of bytes, as a film has them; those of floats in [0, 1] would be black."""
+
+    def __init__(self, env: gym.Env, refusal: UsageError) -> None:
+        super().__init__(env)
+        #: Raised where the environment renders none.
+        self.refusal = refusal
+
+    def render(self) -> Any:
+        frame: Any = self.env.render()
+        if not isinstance(frame, np.ndarray | list):
+            raise self.refusal
+        if isinstance(frame, np.ndarray) and frame.dtype.kind == "f":
+            scale = 255.0 if frame.max(initial=0.0) <= 1 else 1.0
+            frame = (frame * scale).round().clip(0, 255).astype(np.uint8)
+        return frame
+
+
 def environment_to_film(data: ControlDataModule) -> Any:
     """Makes an environment of evaluation that renders frames."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     run = data.environments
     try:
-        return make_env(run.env_id, {**run.eval_env_kwargs, "render_mode": "rgb_array"}, run.eval_wrappers)
+        env = make_env(run.env_id, {**run.eval_env_kwargs, "render_mode": "rgb_array"}, run.eval_wrappers)
     except UsageError:  # a callable may choose the mode itself
-        return make_env(run.env_id, run.eval_env_kwargs, run.eval_wrappers)
+        env = make_env(run.env_id, run.eval_env_kwargs, run.eval_wrappers)
+    refusal = UsageError(
+        f"recording makes the environment {data.env_name} with render_mode='rgb_array'; "
+        "give it this argument, and have its render return frames"
+    )
+    if env.render_mode in (None, "human", "ansi"):  # what RecordVideo refuses
+        env.close()
+        raise refusal
+    return Frames(env, refusal)
 
 
 def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool, max_steps: int) -> float:
@@ -111,13 +139,7 @@ class EpisodeRecorder(Stateful, Callback):
             # Checked now, and not at the first recording, which may come much later.
             data: Any = getattr(trainer, "datamodule", None)
             if data is not None:  # the module refuses a Trainer without one
-                env = environment_to_film(data)
-                env.close()
-                if env.render_mode is None:
-                    raise UsageError(
-                        f"recording makes the environment {data.env_name} with render_mode='rgb_array'; "
-                        "give it this argument, and have its render return frames"
-                    )
+                environment_to_film(data).close()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A resumed run may record more often than the one that wrote its checkpoint.

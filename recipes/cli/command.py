@@ -14,6 +14,9 @@ from recipes.terminal import add_working_directory, is_first_rank, one_sentence,
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.fast.imports import defer_imports
 
+#: Names that two classes have, and the one that is meant: it takes what to monitor.
+AMBIGUOUS = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
+
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:
     """Runs one command."""
@@ -158,6 +161,8 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
             configs.checked(path)
             configs_named += ["--config", str(path)]
         else:
+            if name.endswith(".lr_scheduler") and value in AMBIGUOUS:
+                words = [f"{name}={AMBIGUOUS[value]}"]
             names_class = name in CLASS_OPTIONS and bool(value) and not value.startswith(("-", "{"))
             (classes if names_class else others).extend(words)
     if default_config is not None and not configs_named:

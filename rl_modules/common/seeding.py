@@ -1,5 +1,6 @@
 """One seed, many streams: no two ranks, environments or purposes share randomness."""
 
+import threading
 import zlib
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from torch import Generator
+
+#: Held by what seeds torch's global generators and draws from them: all threads of a process share these. Reentrant,
+#: because a distribution's `sample` may call another's.
+GLOBAL_GENERATORS = threading.RLock()
 
 
 def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:

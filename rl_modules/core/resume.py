@@ -28,6 +28,14 @@ def count_step(trainer: L.Trainer) -> None:
     progress.increment_completed()
 
 
+def uncount_step(trainer: Any) -> None:
+    """Takes back a step of automatic optimization that was skipped, before Lightning counts it."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    for progress in (steps.total, steps.current):
+        progress.ready -= 1
+        progress.completed -= 1
+
+
 def step_schedulers_of_updates(module: "Algorithm") -> None:
     """Steps the due schedulers with ``interval: step`` after an update, as automatic optimization does."""
     for config in module.trainer.lr_scheduler_configs:

@@ -1,7 +1,6 @@
 """Wrapper of ``torch.distributions`` objects, for networks that return one."""
 
 import copy
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,10 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-
-#: Torch's distributions draw from the process's global generators: one thread at a time may seed and draw (a
-#: distribution's `sample` may call another's).
-_GLOBAL_GENERATORS = threading.RLock()
+from rl_modules.common.seeding import GLOBAL_GENERATORS
 
 
 class TorchDistribution:
@@ -26,7 +22,7 @@ class TorchDistribution:
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
         devices = _accelerators([self.distribution])
         # These objects draw from the global generators, which stay as they were.
-        with torch.no_grad(), _GLOBAL_GENERATORS, torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), GLOBAL_GENERATORS, torch.random.fork_rng(devices=devices):
             torch.default_generator.manual_seed(seed)
             for device in devices:
                 _seed(device, seed)

@@ -23,6 +23,7 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.named_code import named_code, named_kernels, named_modules, refuse_named
+from rl_modules.common.seeding import GLOBAL_GENERATORS
 from rl_modules.language import sharding
 from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
 from rl_modules.language.fast.kernels import checkpoint_activations
@@ -49,7 +50,7 @@ def build_models(module: "LanguageModule", sharding: Any) -> None:
     # of the device on which Lightning creates tensors.
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     forked = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    with torch.random.fork_rng(**(forked or {"devices": []})):
+    with GLOBAL_GENERATORS, torch.random.fork_rng(**(forked or {"devices": []})):
         torch.manual_seed(getattr(getattr(trainer, "datamodule", None), "seed", 0))
         module.build_model(config, module._source if hp.description is None else frozen_source(module, "model."))
     if hp.lora is not None:

@@ -9,10 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning
+from lightning.pytorch.cli import ReduceLROnPlateau as PlateauOfLightning
 
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, GRPO, PPO, SAC, SFT, TRPO, QLearning
+from rl_modules.common.errors import UsageError
 from tests.datamodules.test_first_evaluation import Curves
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -305,3 +307,33 @@ def test_an_extended_run_draws_a_rollout_s_values_once(case: str, epochs: int, t
     drawn = [point[:2] for point in first.points + rest.points if point[0] in names]
     assert sorted(drawn) == sorted(point[:2] for point in whole.points if point[0] in names)
     assert {"train/clip_range", "rollout/exploration_rate"} & names
+
+
+@pytest.mark.parametrize(("mode", "monitor"), [("max", "rollout/ep_rew_mean"), ("min", "train/loss")])
+@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, PlateauOfLightning])
+def test_a_scheduler_that_waits_for_a_metric_gets_one(kind: Any, mode: str, monitor: str) -> None:
+    own = {"monitor": monitor} if kind is PlateauOfLightning else {}
+    # Nothing is better by so much, so every epoch after the first halves the rate.
+    scheduler = partial(kind, mode=mode, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs", **own)
+    data = rollouts("CartPole-v1", n_envs=2, total_timesteps=96)
+    trainer = fit(PPO(net_arch=[8], learning_rate=1e-2, lr_scheduler=scheduler), data)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 / 2 ** (trainer.current_epoch - 1) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        (PPO, lambda: rollouts("CartPole-v1", n_envs=2, total_timesteps=64)),
+        (DQN, lambda: ReplayDataModule("CartPole-v1", **REPLAY)),
+    ],
+)
+def test_weights_are_pruned(model: Any, data: Any) -> None:
+    module = model(net_arch=[8])
+    fit(module, data(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
+    weights = [p for name, p in module.network.named_parameters() if p.dim() == 2]
+    assert sum(int((p == 0).sum()) for p in weights) >= 0.4 * sum(p.numel() for p in weights)
+
+
+def test_no_batch_per_step_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"trainer\.accumulate_grad_batches=0 must be at least 1"):
+        fit(PPO(net_arch=[8]), rollouts("CartPole-v1", total_timesteps=64), accumulate_grad_batches=0)

@@ -51,8 +51,13 @@ def test_each_file_holds_one_whole_episode_and_its_return(tmp_path):
     assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == sorted(file.name for file in files)
 
 
+def filmed(env, render_mode):
+    env.unwrapped.render_mode = render_mode
+    return env
+
+
 def make_filmed(source, render_mode=None):
-    return make_guarded(source=source)
+    return filmed(make_guarded(source=source), render_mode)
 
 
 @pytest.mark.parametrize("source", ["info", "method", "observation"])
@@ -74,10 +79,14 @@ def make_endless(render_mode=None):
     return InfiniteHorizon()
 
 
+def make_endless_filmed(render_mode=None):
+    return filmed(InfiniteHorizon(), render_mode)
+
+
 def test_an_episode_without_an_end_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.callbacks.recorder.RecordVideo", Unfilmed)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    data = RolloutDataModule(make_endless, eval_max_steps=20)
+    data = RolloutDataModule(make_endless_filmed, eval_max_steps=20)
     (file,) = record_episodes(A2C(observation_space=FOUR, action_space=FOUR), data, tmp_path)
     assert file.name == "episode-0-return-20.0.mp4"
 
@@ -160,3 +169,33 @@ def test_a_callable_may_choose_its_mode_itself(tmp_path):
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     (file,) = record_episodes(OneAction(), RolloutDataModule(make_with_its_own_mode), tmp_path)
     assert file.stat().st_size > 0
+
+
+def make_of_floats():
+    return Drawn(np.full((16, 16, 3), 0.5), "rgb_array")
+
+
+def make_of_text():
+    return Drawn("+--+", "ansi")
+
+
+def test_frames_of_floats_are_as_bright_as_they_are(tmp_path):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    from moviepy import VideoFileClip
+
+    (file,) = record_episodes(OneAction(), RolloutDataModule(make_of_floats), tmp_path)
+    with VideoFileClip(str(file)) as clip:
+        assert clip.get_frame(0).mean() == pytest.approx(127.5, abs=4)  # compressed
+
+
+@pytest.mark.parametrize("env_id", [make_without_the_argument, make_of_text, make_endless])
+def test_an_environment_without_pictures_is_refused(env_id, tmp_path):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    policy = A2C(observation_space=FOUR, action_space=FOUR) if env_id is make_endless else OneAction()
+    with pytest.raises(UsageError, match="with render_mode='rgb_array'; give it this argument"):
+        record_episodes(policy, RolloutDataModule(env_id), tmp_path)
+
+
+def test_no_episode_is_no_recording(tmp_path):
+    with pytest.raises(UsageError, match="episodes=0 must be at least 1"):
+        record_episodes(OneAction(), RolloutDataModule("CartPole-v1"), tmp_path, n_episodes=0)

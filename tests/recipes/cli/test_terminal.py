@@ -10,7 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from recipes.cli.terminal import one_sentence
 
 import recipes.callbacks.progress as lines
 import rl_modules
@@ -253,3 +256,44 @@ def test_the_first_line_and_the_first_update_come_soon(tmp_path):
         process.communicate()
         assert process.returncode == 0
     assert first < 0.5 * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("raises", [lambda: np.empty((2**40, 2**10), np.float32), lambda: torch.empty(2**50)])
+def test_a_lack_of_memory_is_one_sentence(raises, capsys):
+    with pytest.raises(SystemExit) as end, one_sentence():
+        raises()
+    assert end.value.code == 1
+    assert re.match("error: the memory does not suffice: .*; lower data.n_envs, data.n_steps", capsys.readouterr().err)
+
+
+@pytest.mark.long
+def test_the_end_of_another_rank_is_one_sentence(tmp_path, capsys):
+    """What gloo itself raises where the process that it waits for is gone."""
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "rank.py", str(i)], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 7]
+    assert "error: another rank of this run has ended, so this one ends too" in said[0]
+    assert "Traceback" not in said[0]
+
+
+RANK = """
+import os, sys
+import torch
+from recipes.cli.terminal import one_sentence
+
+rank = int(sys.argv[1])
+store = torch.distributed.FileStore("store", 2)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.distributed.barrier()
+if rank == 1:
+    os._exit(7)
+with one_sentence():
+    torch.distributed.all_reduce(torch.ones(1))
+"""
