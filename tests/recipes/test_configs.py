@@ -12,27 +12,19 @@ NAMES = configs.names()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_header_says_what_how_and_what_to_expect(name):
+def test_header_says_what_how_where_and_what_to_expect(name):
+    """What, the command, the result or that there is none, the cost, the source, and why it takes no GPU that is there."""
     lines = (configs.CONFIGS / name).read_text(encoding="utf-8").splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
     assert len(header[0]) > 20
     for word in ("Run", "Expect", "Cost", "Source"):
         assert any(re.match(rf"# {word} +\S", line) for line in header), word
     assert f"--config {name}" in "\n".join(header)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_config_takes_the_gpu_that_is_there_or_says_why_not(name):
     settings = yaml.safe_load((configs.CONFIGS / name).read_text("utf-8"))
     accelerator = settings.get("trainer", {}).get("accelerator", "auto")
     reasons = [line for line in configs.header(name) if line.startswith("# Device")]
     assert len(reasons) == (accelerator != "auto")
     assert all(re.match(rf"# Device +{accelerator}: .{{20,}}", reason) for reason in reasons)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_config_that_was_not_run_to_the_end_is_marked(name):
-    """A header reports a result, or the list says that there is none."""
     expect = next(line for line in configs.header(name) if line.startswith("# Expect"))
     is_marked = configs.describe(name).startswith("[experimental] ")
     assert is_marked == bool(re.search("not (run|measured)", expect))
