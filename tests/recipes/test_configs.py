@@ -13,7 +13,7 @@ NAMES = configs.names()
 
 @pytest.mark.parametrize("name", NAMES)
 def test_header_says_what_how_where_and_what_to_expect(name):
-    """What, the command, the result or that there is none, the cost, the source, and why it takes no GPU that is there."""
+    """What it is, the command, the result or that there is none, the cost, the source, and why it takes no GPU."""
     lines = (configs.CONFIGS / name).read_text(encoding="utf-8").splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
     assert len(header[0]) > 20
