@@ -82,10 +82,8 @@ def _gymnasium(environments: Environments) -> list[str]:
 def algorithms_for(observation_space: spaces.Space, action_space: spaces.Space) -> list[str]:
     """Returns the names of the algorithms that can learn in these spaces with their defaults."""
     found = []
-    for name in rl_modules.__all__:
+    for name in rl_modules.CONTROL:
         cls: Any = getattr(rl_modules, name)
-        if not hasattr(cls, "supported_action_spaces"):
-            continue
         with contextlib.suppress(UsageError):
             cls(
                 observation_space=space_to_dict(observation_space), action_space=space_to_dict(action_space)

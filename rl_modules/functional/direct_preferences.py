@@ -55,7 +55,7 @@ def dpo_loss(
     -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)                        "sigmoid"; "cpo"; "sigmoid_norm" with means over tokens
     (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)           "robust"
     max(0, 1 - βΔ)                                           "hinge"
-    (Δ - 1 / (2β))²                                          "ipo", with means over tokens
+    (Δ - 1 / (2β))²                                          "ipo", means over tokens as in TRL (eq. 17 has sums)
     KL(σ(βΔ) || 1 - ε), of two Bernoulli distributions       "exo_pair"
     -log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)                 "nca_pair"
     -log σ(βc) - log σ(-βr)                                  "bco_pair"

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_modules import functional as F
-
 if TYPE_CHECKING:
     from rl_modules.language.grpo import GRPO
 
@@ -14,7 +12,8 @@ if TYPE_CHECKING:
 def entropy_terms(module: "GRPO", entropy: Tensor, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor | float]:
     """Returns the batch with advantages of uncertain tokens only, and the bonus times its weight.
 
-    The bonus is this micro-batch's part of the step's mean entropy of these tokens; ``entropy`` is [b, L].
+    The bonus is this micro-batch's part of the step's mean entropy of these tokens, in which each counts as much as any
+    other; ``entropy`` is [b, L].
     """
     uncertain = batch["mask"]
     if module.top_entropy_quantile < 1:
@@ -23,8 +22,11 @@ def entropy_terms(module: "GRPO", entropy: Tensor, batch: dict[str, Any]) -> tup
         batch = {**batch, "advantage": torch.where(uncertain, advantage, 0.0)}
     if not module.entropy_coef:
         return batch, 0.0
-    share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
-    return batch, module.entropy_coef * (F.masked_mean(entropy, uncertain) * share * batch["n_micro"])
+    # So many of a step's tokens are at or above the quantile; those of later micro-batches are not known yet.
+    total = batch["step_tokens"] * module._world_size
+    kept = (total - ((total - 1) * (1 - module.top_entropy_quantile)).ceil()).clamp(min=1)
+    mean = torch.where(uncertain, entropy, 0.0).sum() * module._world_size / kept
+    return batch, module.entropy_coef * mean * batch["n_micro"]
 
 
 def uncertain_tokens(module: "GRPO", entropy: Tensor, mask: Tensor) -> Tensor:

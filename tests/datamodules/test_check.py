@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import rl_modules
 from datamodules import check_env
 from datamodules.check import algorithms_for
 from recipes.cli.command import main
@@ -105,3 +106,16 @@ def test_the_command_prints_spaces_and_findings(capsys: pytest.CaptureFixture) -
     with pytest.raises(SystemExit):
         main(["check", "Pendulun-v1"])
     assert "did you mean Pendulum-v1" in capsys.readouterr().err
+
+
+def test_the_fitting_algorithms_are_found_without_the_language_libraries(monkeypatch):
+    class NotInstalled:
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("No module named 'transformers'")
+
+    languages = set(rl_modules.__all__) - set(rl_modules.CONTROL)
+    assert {"GRPO", "SFT"} <= languages and "PPO" not in languages
+    for name in languages:
+        monkeypatch.setattr(rl_modules, name, NotInstalled(), raising=False)
+    box = spaces.Box(-1, 1, (3,))
+    assert "PPO" in algorithms_for(box, box)

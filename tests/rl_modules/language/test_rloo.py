@@ -14,6 +14,7 @@ import torch
 from datamodules.language.prompt import PromptDataModule
 from rl_modules import GRPO, RLOO
 from rl_modules.common.errors import UsageError
+from rl_modules.language.entropy import entropy_terms
 from rl_modules.language.scoring import completion_log_probs
 from tests.training import assert_equal_checkpoints, fit
 
@@ -370,6 +371,19 @@ def test_the_curve_of_rewards_is_that_of_the_task_without_the_price_of_kl(tmp_pa
         of_function = "rewards/blind_half/" + {"reward": "mean", "reward_std": "std"}[name]
         assert means[name] == pytest.approx(means[of_function]), name
     assert abs(means["kl"]) > 1e-3, "the price is not 0"
+
+
+def test_each_uncertain_token_of_a_step_counts_the_same_in_the_bonus():
+    """Micro-batches of 3 and 7 tokens, of which the quantile takes 1 and 2 of the step's 3."""
+    module = grpo(entropy_coef=1.0, top_entropy_quantile=0.3)
+    weights: list[float] = []
+    for n in (3, 7):
+        entropy = torch.rand(1, n, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        counts = {"step_tokens": torch.tensor(10), "n_micro": 2}
+        batch = {"mask": torch.ones(1, n, dtype=torch.bool), "advantage": torch.ones(1), **counts}
+        entropy_terms(module, entropy, batch)[1].backward()
+        weights += [weight for weight in entropy.grad[0].tolist() if weight]
+    assert weights == pytest.approx([2 / 3] * 3), "n_micro times a third"
 
 
 def test_the_curve_of_the_loss_has_the_entropy_bonus():
