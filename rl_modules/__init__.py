@@ -35,7 +35,7 @@ _MODULES = {
 }
 _EXPORTS = {name: f"rl_modules.{module}" for module, names in _MODULES.items() for name in names}
 #: The algorithms that learn from environments, which need no language-model libraries.
-CONTROL = [name for module, names in _MODULES.items() if not module.startswith("language.") for name in names]
+CONTROL = sorted(name for module, names in _MODULES.items() if not module.startswith("language.") for name in names)
 
 __all__ = [
     "A2C",

@@ -56,8 +56,8 @@
 #
 # `functional.policy_evaluation` solves this system. At $\gamma = 1$ the matrix $I - \gamma P_\pi$ has a row of zeros,
 # that of the end; the function replaces this equation by $V^\pi = 0$. The example is a maze of 2 × 3 cells. The agent
-# starts at S; the goal G gives +10, the trap T gives -10, and both end the episode. A move into a wall changes nothing.
-# The discount is 0.9.
+# starts at S; the goal G gives +10, the trap T gives -10, and both end the episode. A move into a wall changes
+# nothing. The discount is 0.9.
 #
 # ```text
 # S . .        states 0 1 2
@@ -146,7 +146,12 @@ curves = {
 _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
 for name, curve in curves.items():
     axes.semilogy([max(error, 1e-6) for error in curve], label=name)
-axes.semilogy([curves["policy evaluation"][0] * gamma**k for k in range(60)], "k--", linewidth=1, label="bound γ^k")
+axes.semilogy(
+    [curves["policy evaluation"][0] * gamma**k for k in range(60)],
+    "k--",
+    linewidth=1,
+    label="bound of policy evaluation",
+)
 axes.set(xlabel="sweeps", ylabel="largest error", ylim=(1e-4, 1e2))
 axes.legend()
 plt.show()
@@ -154,8 +159,8 @@ print("errors of value iteration", [round(error, 3) for error in curves["value i
 
 # %% [markdown]
 # **How to read it.** On a logarithmic axis a constant factor per sweep is a straight line. Policy evaluation lies
-# below the bound, because episodes end and later rewards count less than the discount alone says. Value iteration
-# falls to 0 at the fifth sweep.
+# below its bound, the first error times $\gamma^k$, because episodes end and later rewards count less than the
+# discount alone says. Value iteration falls to 0 at the fifth sweep.
 #
 # **What failure looks like.** The third curve solves another equation: after the end of an episode it continues
 # with the value of the next start, as an implementation does that ignores the end. It converges as fast, but not to

@@ -132,7 +132,7 @@ keep("SARSA", runs["ε from 0.1 to 0"], "eval/true_return")
 
 # %% [markdown]
 # **How to read it.** The curve shows the greedy policy without random steps; -200 is the time limit. The step size
-# `lin_0.2` falls linearly from 0.2 to 0 during the run. At constant $\varepsilon$ SARSA settles on a way one or two
+# `lin_0.2` falls linearly from 0.2 to 0 during the run. At constant $\varepsilon$ SARSA settles on a way two or three
 # rows above the cliff, with return -15 or -17. This is right for the policy that it follows: the exact optimum
 # under random steps is the way with -15 (printed above), and the longer way costs hardly more there. Once
 # $\varepsilon$ falls to 0 the policy that it follows is the greedy one, and all seeds find the shortest way, -13.
@@ -146,7 +146,7 @@ keep("SARSA", runs["ε from 0.1 to 0"], "eval/true_return")
 agent, _ = train(0)
 explores = 0.9 * agent.greedy_policy() + 0.1 / 4
 print("exact return of SARSA's policy with its random steps", round(cliff.expected_return(explores), 2))
-draw(agent.q, cliff, "SARSA at ε = 0.1: the safe way")
+draw(agent.q, cliff, "SARSA with random steps: the safe way")
 
 # %% [markdown]
 # ## Exercises

@@ -60,21 +60,25 @@ print(F.dqn_target(torch.tensor([-1.0]), torch.tensor([False]), torch.tensor([[-
 # %% [markdown]
 # ## The maximum of noisy numbers is too high
 #
-# Suppose that all actions of $s'$ are worth 0, and that the table's entries are 0 plus independent noise. Their
-# maximum is positive on average: $\mathbb{E}[\max_a Q(s', a)] \ge \max_a \mathbb{E}[Q(s', a)]$. This **maximisation
-# bias** is bootstrapped from state to state. **Double Q-learning** keeps two tables. One chooses the action, the
-# other says what it is worth:
+# Suppose that the table's entries for $s'$ are the true values plus independent noise. Their maximum is too high on
+# average: $\mathbb{E}[\max_a Q(s', a)] \ge \max_a \mathbb{E}[Q(s', a)]$. This **maximisation bias** is bootstrapped
+# from state to state. **Double Q-learning** keeps two tables. One chooses the action, the other says what it is worth:
 #
 # $$Q_1(s, a) \leftarrow Q_1(s, a) + \alpha \big[\, r + \gamma\, Q_2\big(s', \arg\max_{a'} Q_1(s', a')\big) - Q_1(s,
 # a) \,\big].$$
 #
-# The noise of $Q_2$ is independent of the choice, so the bias is gone. With ten actions and noise of variance 1:
+# The noise of $Q_2$ is independent of the choice, so the value of the chosen action is right on average. But the
+# choice is not always the best action: $\mathbb{E}[Q_2(s', \arg\max_a Q_1(s', a))] \le \max_a \mathbb{E}[Q(s', a)]$,
+# with equality only where the actions that are chosen are equally good. The single table overestimates, the double one
+# underestimates. Ten actions are worth 0, 1/9, …, 1, and the noise has variance 1:
 
 # %%
 generator = torch.Generator().manual_seed(0)
-first, second = torch.randn(2, 100_000, 10, generator=generator)
-print("mean of the maximum", round(float(first.amax(1).mean()), 3))
-print("mean of the other table's value", round(float(second.gather(1, first.argmax(1, keepdim=True)).mean()), 3))
+worth = torch.linspace(0, 1, 10)
+first, second = worth + torch.randn(2, 100_000, 10, generator=generator)
+print("the best action's worth        ", round(float(worth.max()), 2))
+print("mean of the maximum            ", round(float(first.amax(1).mean()), 2))
+print("mean of the other table's value", round(float(second.gather(1, first.argmax(1, keepdim=True)).mean()), 2))
 
 # %% [markdown]
 # ## The run: the cliff again

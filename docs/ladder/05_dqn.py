@@ -45,8 +45,9 @@
 # * **Target network.** The target uses weights $\theta^-$, a copy of $\theta$ that is renewed only now and then.
 #   Between two copies the target stands still, and the regression is an ordinary one.
 #
-# Two more are usual. **Double DQN** ([arXiv:1509.06461](https://arxiv.org/abs/1509.06461)) removes the maximisation
-# bias of page 4: the network chooses the action, and the target network says what it is worth,
+# Two more are usual. **Double DQN** ([arXiv:1509.06461](https://arxiv.org/abs/1509.06461)) reduces the maximisation
+# bias of page 4: the network chooses the action, and the target network, an older copy and so not independent of it,
+# says what it is worth,
 #
 # $$y = r + \gamma\, (1 - d)\, Q_{\theta^-}\big(s', \arg\max_{a'} Q_\theta(s', a')\big).$$
 #
@@ -119,10 +120,8 @@ plot({"DQN": runs, "broken: α = 0.1": broken}, "train/q_mean", "transitions", "
 # %% [markdown]
 # **What failure looks like.** The broken run has a step size 40 times larger, squared errors, and no clipping of
 # gradients. It stays below 200: each large step that repairs some states damages others. Its loss is finite and its
-# $Q$ stays below the ceiling and looks healthy; only the returns show the fault. CartPole forgives other mistakes:
-# with seed 0, a buffer of 64 transitions also ends at 500. It does not forgive a stale target: renewed every 1,000
-# transitions instead of 128, the run ends at 213, since each copy extends the horizon of the values by three steps
-# only.
+# $Q$ stays below the ceiling and looks healthy; only the returns show the fault. A target that is renewed too
+# rarely shows in the values instead: each copy extends their horizon by three steps only.
 #
 # The divergence of the two states above, with $\alpha = 0.1$:
 

@@ -13,7 +13,8 @@
 # is an estimate $\hat A_t$ of its **advantage** $A^\pi(s_t, a_t) = Q^\pi(s_t, a_t) - V^\pi(s_t)$: how much better
 # it is than what the policy does on average.
 #
-# The TD error is such an estimate. If the critic is exact, its mean given state and action is the advantage:
+# The TD error $\delta_t = r_t + \gamma V_\phi(s_{t+1}) - V_\phi(s_t)$, in which a terminal state has the value 0, is
+# such an estimate. If the critic is exact, its mean given state and action is the advantage:
 #
 # $$\mathbb{E}[\delta_t \mid s_t, a_t] = \mathbb{E}[r_t + \gamma V^\pi(s_{t+1}) \mid s_t, a_t] - V^\pi(s_t) =
 # Q^\pi(s_t, a_t) - V^\pi(s_t).$$
@@ -29,7 +30,7 @@
 #
 # Small $n$ has bias, large $n$ variance. **GAE** (Schulman et al. 2016,
 # [arXiv:1506.02438](https://arxiv.org/abs/1506.02438)) takes all of them, with weights that fall by
-# $\lambda \in [0, 1]$ per step and sum to 1:
+# $\lambda \in [0, 1)$ per step and sum to 1; $\lambda = 1$ is the limit:
 #
 # $$\hat A_t = (1 - \lambda) \sum_{n=1}^{\infty} \lambda^{n-1} \hat A_t^{(n)}.$$
 #
@@ -127,8 +128,9 @@ plot(runs, "train/explained_variance", "transitions", "explained variance of the
 # %% [markdown]
 # **What failure looks like.** In the second run the value loss has weight 0. The critic keeps its random start, and
 # an advantage over five steps sees neither the fall of the pole later on nor that one state is better than another.
-# Its explained variance shows the fault before the return does. A critic that explains nothing, for whatever reason
-# (its step size, its scale of rewards, a wrong target), makes an actor-critic a REINFORCE of five steps.
+# Here the return shows the fault first: the two runs part in it early, and in the explained variance, noisy on batches
+# of 40, late. The explained variance tells the cause. A critic that explains nothing, for whatever reason (its step
+# size, its scale of rewards, a wrong target), makes an actor-critic a REINFORCE of five steps.
 #
 # ## Exercises
 #

@@ -46,9 +46,11 @@
 # $$J(\pi) \;\ge\; J(\pi_{\text{old}}) + \frac{S(\pi)}{1 - \gamma} - \frac{4 \gamma m}{(1 - \gamma)^2}
 # \operatorname{KL}^{\max}(\pi_{\text{old}} \,\Vert\, \pi)$$
 #
-# (here $S$ is a mean over visited states, so it is divided by $1 - \gamma$). A step that raises the right side
-# raises $J$ for certain. The idea of the proof: if the KL is small, the two policies choose the same action in
-# nearly every step; only after a step in which they differ can the states differ, and such a step is rare.
+# (here $S$ is a mean over the states of the old policy, of which the one at time $t$ has the weight
+# $(1 - \gamma) \gamma^t$, so it is divided by $1 - \gamma$; in practice all visited states weigh the same). A step
+# that raises the right side raises $J$ for certain. The idea of the proof: if the KL is small, the two policies
+# choose the same action in nearly every step; only after a step in which they differ can the states differ, and such
+# a step is rare.
 #
 # The factor is far too careful: with $\gamma = 0.99$ it is 40,000 times the advantage. TRPO keeps the form and
 # chooses the size by hand: maximise the surrogate within a **trust region** of mean KL,

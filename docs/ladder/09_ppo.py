@@ -27,9 +27,10 @@
 # | $\hat A < 0$ | $\rho \ge 1 - \epsilon$ | $\rho \hat A$ | yes: make it less likely |
 # | $\hat A < 0$ | $\rho < 1 - \epsilon$ | $(1 - \epsilon) \hat A$ | none: it is unlikely enough |
 #
-# The clip alone would also stop the gradient for $\hat A > 0$ and $\rho < 1 - \epsilon$, where a step has gone the
-# wrong way. The minimum keeps it there, so that mistakes are corrected. In short: the loss is a pessimistic bound,
-# equal to the surrogate to first order at $\rho = 1$, that stops rewarding change outside of $1 \pm \epsilon$.
+# The clip alone would also stop the gradient for $\hat A > 0$ and $\rho < 1 - \epsilon$, and for $\hat A < 0$ and
+# $\rho > 1 + \epsilon$, where a step has gone the wrong way. The minimum keeps it there, so that mistakes are
+# corrected. In short: the loss is a pessimistic bound, equal to the surrogate to first order at $\rho = 1$, that
+# stops rewarding change outside of $1 \pm \epsilon$.
 #
 # It does not *forbid* change. A sample without gradient can still be moved by the gradients of others, since all
 # share weights, and the momentum of the optimizer carries on. The ratio is therefore watched by two numbers: the

@@ -81,8 +81,10 @@ print(F.rlhf_rewards(torch.tensor([2.0]), torch.full((1, 3), -1.0), torch.full((
 # a curve, k1 is right on average. As a *loss* that is differentiated it is not: its derivative is
 # $\nabla \log \pi$, whose mean is 0 (page 6). Differentiated on samples of $\pi$ itself, k2 gives the gradient of
 # $\operatorname{KL}(\pi \,\Vert\, \pi_{\text{ref}})$, and k3 that of the other direction,
-# $\operatorname{KL}(\pi_{\text{ref}} \,\Vert\, \pi)$. RLHF puts k1 into the reward; GRPO puts k3 into the loss. The
-# cell checks all of this by enumeration, for three texts:
+# $\operatorname{KL}(\pi_{\text{ref}} \,\Vert\, \pi)$. k3 times the ratio $\rho$ of page 9, which is 1 there but has
+# the gradient $\nabla \log \pi$, gives the gradient of $\operatorname{KL}(\pi \,\Vert\, \pi_{\text{ref}})$ again.
+# RLHF puts k1 into the reward. GRPO puts k3 into the loss: the papers plain k3, `GRPO` by default $\rho \cdot$ k3
+# (`use_bias_correction_kl`). The cell checks all of this by enumeration, for three texts:
 
 # %%
 theta = torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64, requires_grad=True)
@@ -102,6 +104,9 @@ print(
 for name in ("k1", "k2", "k3"):
     mean = (pi * F.kl_estimate(log_pi, log_ref, name)).sum()  # the samples do not depend on θ
     print(f"{name}         {float(mean.detach()):.3f}  gradient {gradient(mean)}")
+rho = (log_pi - log_pi.detach()).exp()
+mean = (pi * rho * F.kl_estimate(log_pi, log_ref, "k3")).sum()
+print(f"ρ·k3       {float(mean.detach()):.3f}  gradient {gradient(mean)}")
 
 # %% [markdown]
 # ## Four models
@@ -190,8 +195,9 @@ h.keep("RLHF", runs, "train/rewards/accuracy/mean")
 
 # %% [markdown]
 # **How to read it.** Within ten steps $J$ falls below the SFT model's: the value model starts as a copy of the reward
-# model, which has learned to judge whole completions only. Then $J$ rises to the line. The table has the exact value of
-# one run: PPO covers 96 % of the way from the SFT model to $J^*$. The points of the plot are estimates from samples.
+# model, which has learned to judge whole completions only. Then $J$ rises to the line. The table has the exact value
+# of one run: PPO covers 96 % of the way from the SFT model to $J^*$. The points of the plot are estimates from
+# samples.
 #
 # The probability of the right sum, which training never sees, rises along, but not to 1. The best policy under this
 # objective is not always right, because it inherits the judge's errors: even among the answers that comparisons show,
@@ -210,8 +216,8 @@ print("probability of the right sum after the broken run", round(h.pass_rate(bro
 # **What failure looks like.** The poor judge's score rises just as nicely, while the share of right answers *falls*
 # from three quarters to a fifth. Without a penalty, the policy finds the answers that this judge overrates. This is
 # **over-optimisation** of the reward ([arXiv:2210.10760](https://arxiv.org/abs/2210.10760)), and no curve of the score
-# shows it. Watch a measure that is not trained on, or the KL: a large KL at a rising score is the warning. The remedies
-# are a larger $\beta$, a better judge, and new comparisons of what the policy now writes.
+# shows it. Watch a measure that is not trained on, or the KL: a large KL at a rising score is the warning. The
+# remedies are a larger $\beta$, a better judge, and new comparisons of what the policy now writes.
 #
 # $\beta$ itself can be adapted. Ziegler et al. raise or lower it in proportion to the distance of the KL from a
 # target, by at most 2 % per round: `functional.proportional_kl_coefficient`.

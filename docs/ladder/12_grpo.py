@@ -33,9 +33,12 @@
 # \ell_{i,t}.$$
 #
 # The first term is PPO's. The second is k3 with $z = \log \pi_{\text{ref}} - \log \pi_\theta$, in the loss and not
-# in the reward; with a reward that cannot be fooled, $\beta$ is often 0. By hand: one right answer of four has
-# $\bar R = 1/4$ and $s = 1/2$ (with $K - 1$ in its denominator), so the advantages are $(1.5, -0.5, -0.5, -0.5)$.
-# Four right answers have no spread and teach nothing:
+# in the reward. Plain k3, as here and in the papers, has the gradient of
+# $\operatorname{KL}(\pi_{\text{ref}} \,\Vert\, \pi)$ ([page 11](11_rlhf.ipynb)); `GRPO` multiplies it by
+# $\rho_{i,t}$ unless `use_bias_correction_kl` is false, and then has that of
+# $\operatorname{KL}(\pi \,\Vert\, \pi_{\text{ref}})$. With a reward that cannot be fooled, $\beta$ is often 0. By
+# hand: one right answer of four has $\bar R = 1/4$ and $s = 1/2$ (with $K - 1$ in its denominator), so the
+# advantages are $(1.5, -0.5, -0.5, -0.5)$. Four right answers have no spread and teach nothing:
 
 # %%
 import json

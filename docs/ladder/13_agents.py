@@ -82,9 +82,9 @@ for word in ("r", "r", "d"):
 # elsewhere.
 #
 # GRPO follows, with 64 dialogues of the one prompt as its group, the reward to go as return of a turn, and advantages
-# that are not divided by the group's deviation (`scale_rewards="none"`). Its loss has a KL to the random walk as
-# reference, weighed by $\beta = 0.1$ in units of reward per nat. As on page 11, what maximises
-# $\sum_a \pi(a) Q(s, a) - \beta\, \mathrm{KL}(\pi \,\|\, \pi_{\text{ref}})$ in a state is
+# that are not divided by the group's deviation (`scale_rewards="none"`). Its loss has the KL to the random walk as
+# reference, by $\rho \cdot$ k3 of page 11 (the default), weighed by $\beta = 0.1$ in units of reward per nat. As on
+# page 11, what maximises $\sum_a \pi(a) Q(s, a) - \beta\, \mathrm{KL}(\pi \,\|\, \pi_{\text{ref}})$ in a state is
 #
 # $$\pi(a \mid s) \propto \pi_{\text{ref}}(a \mid s)\, e^{Q(s, a) / \beta} ,$$
 #
@@ -141,12 +141,12 @@ print("exact returns by seed and steps of SFT", exact, flush=True)
 
 # %% [markdown]
 # **How to read it.** The rise to 0 is the easy half: most walks of the start end in the trap, and every other end is
-# better. A walk that ends nowhere earns nothing, so the policy could rest there. As long as some walks of a group reach
-# the goal they are far above the mean and are reinforced, and within some 50 steps nearly all do. All three seeds end
-# solved, at exact returns of 9.84, 9.91 and 9.87 of 10; what is missing is the KL's share and the chance of a wrong
-# word. A table explores with $\varepsilon$-greedy actions (page 2); a policy that samples its own words explores only
-# as long as it is unsure, and the KL keeps it unsure between moves of equal value. The shortest way to the goal has
-# three turns. Going back and forth costs nothing in this maze, so that the policy does not hurry:
+# better. A walk that ends nowhere earns nothing, so the policy could rest there. As long as some walks of a group
+# reach the goal they are far above the mean and are reinforced, and within some 50 steps nearly all do. All three
+# seeds end solved, at exact returns of 9.84, 9.91 and 9.87 of 10; what is missing is the KL's share and the chance
+# of a wrong word. A table explores with $\varepsilon$-greedy actions (page 2); a policy that samples its own words
+# explores only as long as it is unsure, and the KL keeps it unsure between moves of equal value. The shortest way to
+# the goal has three turns. Going back and forth costs nothing in this maze, so that the policy does not hurry:
 
 # %%
 h.plot(runs, "train/environment/turns", "optimizer steps", "turns of a dialogue")

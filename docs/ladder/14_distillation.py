@@ -74,9 +74,9 @@ plt.show()
 # The divergence of a token needs a text before it, and that is a second choice.
 #
 # * **Off-policy:** the teacher, or a data set, writes $y$. With the forward KL this is SFT on the teacher's samples
-#   (page 12) with less noise, since every $p(v)$ counts instead of one sample of it. At test time the student continues
-#   *its own* text. A student that errs leaves the texts that it has seen, errs more often there, and the expected
-#   number of its errors can grow with the square of the length instead of the length
+#   (page 12) with less noise, since every $p(v)$ counts instead of one sample of it. At test time the student
+# continues   *its own* text. A student that errs leaves the texts that it has seen, errs more often there, and the
+# expected   number of its errors can grow with the square of the length instead of the length
 #   ([arXiv:1011.0686](https://arxiv.org/abs/1011.0686)).
 # * **On-policy:** the student writes $y$, and the teacher says at each token what it would write there. The student is
 #   corrected in the states that it reaches. Generalised knowledge distillation mixes both (`lmbda`).
@@ -199,11 +199,11 @@ h.plot(runs, "train/reverse_kl", "optimizer steps", "KL(q ‖ p) per token, nats
 h.keep("Distillation", runs["JSD, w = 1/2"], "train/reward")
 
 # %% [markdown]
-# **How to read it.** From as short an SFT GRPO rested near 0 (the broken run of the page before). Distillation passes a
-# return of 0 after about 30 steps and comes close to the teacher's. The two learn from different signals: GRPO from the
-# return of whole dialogues, this student from the teacher's distribution at every token. The return measures the task.
-# The loss is the KL of the student's own tokens. It is a mean per token, so that it also falls when dialogues grow
-# longer.
+# **How to read it.** From as short an SFT GRPO rested near 0 (the broken run of the page before). Distillation
+# passes a return of 0 after about 30 steps and comes close to the teacher's. The two learn from different signals:
+# GRPO from the return of whole dialogues, this student from the teacher's distribution at every token. The return
+# measures the task. The loss is the KL of the student's own tokens. It is a mean per token, so that it also falls
+# when dialogues grow longer.
 #
 # **What failure looks like.** The reverse KL falls to 1.2 nats and stays there, at a return of -10. The table below
 # shows seed 1 after 80 steps: two directions are right, and in the third cell it gives no character more than two
