@@ -85,6 +85,7 @@ class MessageReader:
             return self._message("", text, [])
         try:
             found = self._parsed(text, prompt, end, tools)
+            calls = self._calls(found, text)
         except Exception as error:  # a template's patterns and parsers may fail in many ways on what a model wrote
             said = " ".join(f"{type(error).__name__}: {error}".split())
             answer = re.split(self._close, text)[-1]
@@ -94,7 +95,7 @@ class MessageReader:
         if self.form is not None and self.form.answer:
             # What stands beside marked parts is the marks of their headers.
             answer = found.get("answer", "") if found.keys() - {"content"} else answer
-        return self._message(str(answer), str(thought), self._calls(found, text), first)
+        return self._message(str(answer), str(thought), calls, first)
 
     def _parsed(self, text: str, prompt: str, end: str, tools: Sequence[Any] | None) -> dict[str, Any]:
         from transformers.utils.chat_parsing import parse_response
@@ -114,8 +115,12 @@ class MessageReader:
 
     def _calls(self, found: Mapping[str, Any], text: str) -> list[Call]:
         form, calls = self.form, list[Call]()
-        for item in found.get("tool_calls") or ():
-            calls += form.calls(item) if form is not None and isinstance(item, str) else [call_in(item)]
+        listed = found.get("tool_calls") or []
+        for item in listed if isinstance(listed, list) else [listed]:
+            if form is not None and isinstance(item, str):
+                calls += form.calls(item)
+            else:  # a field that is read once may hold several
+                calls += map(call_in, item if isinstance(item, list) else [item])
         if form is not None and form.end:
             if calls and form.end not in text[text.rfind("<" + form.end[2:-1]) :]:
                 calls[-1] = Call(calls[-1].name, {}, f"the call is cut off, it has no {form.end}")

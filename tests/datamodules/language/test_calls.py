@@ -206,6 +206,15 @@ def test_a_response_template_of_transformers_is_a_form():
     assert (read.name, read.arguments, read.error) == ("weather", {"days": 3}, "")
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_field_of_a_response_template_may_hold_several_calls(repeats):
+    field = {"open": "<calls>", "close": "</calls>", "content": "json", "repeats": repeats}
+    reader = MessageReader({"start_anchor": "<a>", "fields": {"tool_calls": field, "content": {"close": "<eos>"}}})
+    for text, names in (('[{"name": "f"}, {"name": "g"}]', ["f", "g"]), ('{"name": "f"}', ["f"])):
+        read = calls_of(reader.read(f"<calls>{text}</calls>", "<a>"))
+        assert [(call.name, call.error) for call in read] == [(name, "") for name in names]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_survives_noise(form):
     marks = [str(x) for x in FORMS[form].call.values() if isinstance(x, str)] + ["<tool_call>", "<|message|>", "[ARGS]"]
