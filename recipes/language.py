@@ -1,16 +1,26 @@
 """Commands for language models: export, a server of completions."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import rl_modules
 from recipes import saved_runs
-from recipes.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
 from rl_modules.common.stored_arguments import building, settings_of
+from rl_modules.language.server_token import (
+    FILE_VARIABLE,
+    SAYS_VARIABLE,
+    TOKEN_VARIABLE,
+    default_token_file,
+    make_token,
+    write_token,
+)
 
 
 def hide_transformers_bars() -> None:
@@ -85,38 +95,56 @@ def _policy_alone(checkpoint: dict[str, Any]) -> Any:
 
 
 def serve(given: Any) -> None:
-    """Serves runs that know its token until the process is stopped; a run sends its model and weights."""
-    from rl_modules.language.sampling.engine import NativeEngine
-    from rl_modules.language.sampling.server import MakeEngine, Service, make_server
-    from rl_modules.language.sampling.vllm import VLLMEngine, require_vllm, unties
-    from rl_modules.language.sampling.wire import TOKEN_VARIABLE, default_token_file, make_token, write_token
+    """Becomes vLLM's server of a model, for runs that know its token; see :mod:`rl_modules.language.serving`."""
+    from rl_modules.language.sampling.vllm import LOADING, require_vllm
 
-    quiet()
-    hide_transformers_bars()  # one for each of a run's updates
-    cap = given.max_rows_in_flight
-    make: MakeEngine
-    if given.engine == "native" or given.model is not None:
-        make = lambda spec: NativeEngine(spec, cap)  # noqa: E731
-    else:
-        require_vllm("--engine=vllm")
-        make = lambda spec: VLLMEngine(  # noqa: E731
-            spec, gpu_memory_utilization=given.gpu_memory_utilization, max_rows_in_flight=cap
+    if given.model is None or given.engine == "native":
+        raise UsageError(
+            f"--model={given.model} --engine={given.engine}: `rl serve` is vLLM's server of a model, which runs do not "
+            "send any more; give --model the run's model.model_name_or_path, or a folder of `rl export`. Without vLLM "
+            "take --model.sampler native, which needs no server"
         )
-    token = make_token()
-    service: Any = Service(make, unties(given.engine))
-    if given.model is not None:
-        from rl_modules.language.sampling.teacher import TeacherService
-
-        service = TeacherService(given.model)
-    server = make_server(service, given.host, given.port, token)
+    require_vllm("rl serve")
+    if given.vllm and not given.vllm[0].startswith("-"):
+        raise UsageError(f"rl serve: unknown option {given.vllm[0]!r}; options of `vllm serve` stand after --")
     try:
-        where = f"its token is that of {TOKEN_VARIABLE}"
-        if given.token_file is not None or TOKEN_VARIABLE not in os.environ:
-            path = Path(given.token_file or default_token_file(server.server_port)).expanduser().absolute()
-            write_token(path, token)
-            where = f"its token is in {path}"
-        with_what = given.engine if given.model is None else f"the teacher {given.model}"
-        print(f"serving on {given.host}:{server.server_port} with {with_what}; {where}; stop with Ctrl-C", flush=True)
-        server.serve_forever()
-    finally:
-        server.server_close()
+        with socket.create_server((given.host, given.port)) as free:
+            port = free.getsockname()[1]
+    except OSError as error:
+        raise UsageError(f"--host={given.host} --port={given.port} can't be listened on ({error.strerror})") from error
+    token, where = make_token(), f"that of {TOKEN_VARIABLE}"
+    path = Path(given.token_file or default_token_file(port)).expanduser().absolute()
+    if given.token_file is not None or TOKEN_VARIABLE not in os.environ:
+        write_token(path, token)
+        where = f"in {path}"
+    received = default_token_file(port).with_suffix(".safetensors")
+    received.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    on_cuda = torch.cuda.is_available()
+    options = {
+        "host": given.host,
+        "port": port,
+        "dtype": given.dtype or ("bfloat16" if on_cuda else "float32"),
+        "gpu-memory-utilization": given.gpu_memory_utilization,
+        "max-num-seqs": given.max_rows_in_flight,
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": 1024,
+        "generation-config": "vllm",
+        "middleware": "rl_modules.language.serving.Gate",
+        "worker-extension-cls": LOADING,
+        "uvicorn-log-level": "warning",
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    words += ["--enable-scale-out", "--return-sampling-mask" if on_cuda else "--enforce-eager", *given.vllm]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        **os.environ,
+        TOKEN_VARIABLE: token,
+        FILE_VARIABLE: str(received),
+        SAYS_VARIABLE: f"serving {given.model} on {given.host}:{port}; its token is {where}; stop with Ctrl-C",
+    }
+    # `vllm serve` ends in its CPU build, whose package has another name than the one that it asks for its version.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={given.model}", *words]
+    os.execve(sys.executable, command, environment)

@@ -737,8 +737,7 @@ for name, text, record_says in (
                             "--trainer.max_steps=1", "--data.n_eval=0"], *record_says, mine__jsonl=text)  # fmt: skip
 cli("a row without a cell", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "m.csv",
     "--trainer.max_steps=1"], "m.csv:3: 1 cells under the 2 names", "comma", m__csv="prompt,completion\na,b\nc\n")  # fmt: skip
-cli("serve: no place for the token", "serve --engine native --port 0 --token_file /dev/null/token", "token_file",
-    "can't be written")  # fmt: skip
+cli("serve: the engine that went", "serve --engine native --port 0", "--engine=native", "--model.sampler native")
 cli("records of no file", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "no.jsonl",
                            "--trainer.max_steps=1"], "no.jsonl")  # fmt: skip
 cli("no source", "fit --model SFT --data InstructionDataModule --trainer.max_steps=1", "task, path and dataset")

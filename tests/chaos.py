@@ -7,7 +7,8 @@ Every run is ``rl fit … --resume`` in a process of its own, killed by SIGKILL 
 length, start and writing of checkpoints included. The survivor's ``last.ckpt`` and ``best.ckpt`` must hold what those
 of the run that was never killed hold, tensor by tensor, the progress of Lightning's loops included, and each logger's
 files the same points. Every run logs to TensorBoard and to CSV files, with Lightning's ``LearningRateMonitor``.
-Runs of ``…-served`` sample on an ``rl serve``, which every other kill kills in their place and starts again.
+Runs of ``…-served`` sample on a stand-in for ``rl serve``, which every other kill kills in their place and starts
+again.
 """
 
 import argparse
@@ -202,10 +203,16 @@ def with_models(case: str, folder: Path) -> list[str]:
 
 
 class Served:
-    """An ``rl serve`` in a process of its own, on a port that it keeps when it starts again."""
+    """A stand-in for ``rl serve`` in a process of its own, on a port that it keeps when it starts again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.token = folder / "token"
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+        from rl_modules import SFT
+
+        self.token, self.model = folder / "token", folder / "served"
+        given = dict(word.removeprefix("--model.").split("=", 1) for word in arguments if word.startswith("--model."))
+        module = SFT(model_config=json.loads(TINY), tokenizer_name_or_path=given.get("tokenizer_name_or_path"))
+        module.configure_model()
+        module.export(self.model)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -219,8 +226,8 @@ class Served:
         return [f"--model.sampler_options={json.dumps(options)}"]
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "recipes", "serve", "--engine=native", f"--port={self.port}",
-                   f"--token_file={self.token}"]  # fmt: skip
+        command = [sys.executable, "-m", "tests.rl_modules.language.fake_vllm_server", str(self.model), str(self.port),
+                   str(self.token)]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None and self.process.stdout.readline().startswith("serving on")
 
@@ -317,7 +324,7 @@ class Run:
 def chaos(arguments: Sequence[str], kills: int, folder: Path, rng: random.Random, forks: bool = True,
           kills_per_run: int = 5) -> Outcome:  # fmt: skip
     """Kill runs of one case until there were ``kills`` kills; each run is killed at most ``kills_per_run`` times."""
-    served = Served(folder) if "--model.sampler=vllm_server" in arguments else None
+    served = Served(folder, arguments) if "--model.sampler=vllm_server" in arguments else None
     arguments = [*arguments, *(served.arguments if served else [])]
     began_s = time.monotonic()
     whole = folder / "whole"

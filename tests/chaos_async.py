@@ -43,8 +43,16 @@ def fit_command(folder: Path, steps: int, sampler: list[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def serve(port: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", "--port", str(port)]
+def serve(port: int, folder: Path) -> subprocess.Popen:
+    """A stand-in for ``rl serve``, with the run's architecture."""
+    if not (folder / "model").exists():
+        from rl_modules import SFT
+
+        module = SFT(model_config=json.loads(TINY))
+        module.configure_model()
+        module.export(folder / "model")
+    command = [sys.executable, "-m", "tests.rl_modules.language.fake_vllm_server", str(folder / "model"), str(port),
+               str(folder / "token")]  # fmt: skip
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdout is not None
     assert server.stdout.readline().startswith("serving on")
@@ -95,8 +103,8 @@ def main() -> None:
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         elsewhere = ["--model.sampler=vllm_server", "--data.async_generations=2",
                      f'--model.sampler_options={{"addresses": ["127.0.0.1:{port}"], "retries": 300, '
-                     '"retry_wait_s": 0.5}']  # fmt: skip
-        server = serve(port)
+                     f'"retry_wait_s": 0.5, "token_file": "{folder / "token"}"}}']  # fmt: skip
+        server = serve(port, folder)
         environment = {**os.environ, LOG: str(log)}
         command = fit_command(folder / "killed", steps, elsewhere)
         trainer = subprocess.Popen(command, env=environment, **quiet)
@@ -110,7 +118,7 @@ def main() -> None:
                 break
             if number % 2:
                 kill(server)
-                server = serve(port)
+                server = serve(port, folder)
                 kills["server"] += 1
             else:
                 kill(trainer)

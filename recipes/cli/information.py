@@ -77,15 +77,25 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
     "serve": (
-        "Generates completions for runs with --model.sampler vllm_server. The run sends the model and its "
-        "weights. The server answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a "
-        "new one, which it writes to a file. With --model it scores texts for Distillation.",
+        "Serves a model by vLLM. It generates completions for runs with --model.sampler vllm_server, which send "
+        "their weights, and scores texts for Distillation. It answers only runs that know its token: that of the "
+        "variable RL_SERVE_TOKEN, or a new one, which it writes to a file.",
         {
             "--model": {
-                "metavar": "DIRECTORY",
-                "help": "serve this model as a teacher (model.teacher_model_server_url) instead of writing completions",
+                "metavar": "MODEL",
+                "help": "a directory or hub name: the run's model.model_name_or_path, or a teacher for "
+                "model.teacher_model_server_url",
             },
-            "--engine": {"choices": ("vllm", "native"), "default": "vllm", "help": "the engine that generates"},
+            "--engine": {
+                "choices": ("vllm", "native"),
+                "default": "vllm",
+                "help": "vllm; the native engine needs no server",
+            },
+            "--dtype": {
+                "choices": ("float32", "bfloat16", "float16"),
+                "help": "that in which training computes: float32, or bfloat16 under bf16-mixed; default: bfloat16 on "
+                "CUDA, else float32",
+            },
             "--host": {"default": "127.0.0.1", "help": "the address to listen on; default: 127.0.0.1"},
             "--port": {"type": int, "default": 8000, "help": "the port to listen on; 0: any free port; default: 8000"},
             "--token_file": {
@@ -97,13 +107,14 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
                 "type": float,
                 "default": 0.9,
                 "metavar": "SHARE",
-                "help": "vllm: share of the GPU's memory to use; default: 0.9",
+                "help": "share of the GPU's memory to use; default: 0.9",
             },
             "--max_rows_in_flight": {
                 "type": int,
                 "metavar": "N",
-                "help": "maximum number of completions decoded together; default: no limit",
+                "help": "maximum number of completions decoded together; default: vLLM's",
             },
+            "vllm": {"nargs": "*", "metavar": "-- OPTION", "help": "further options of `vllm serve`, after --"},
         },
     ),
     "compare": (

@@ -12,7 +12,14 @@ PACKAGES = {
     "sweep": ("optuna>=4",),
     "compare": ("pandas>=2.2,<3", "matplotlib>=3.8", "rliable>=1.2"),
     "video": ("moviepy>=2.1", "gymnasium[classic-control]"),
-    "language": ("transformers>=5.16", "peft>=0.21", "datasets>=4", "reasoning-gym>=0.1.20", "math-verify>=0.8"),
+    "language": (
+        "transformers>=5.16",
+        "peft>=0.21",
+        "datasets>=4",
+        "reasoning-gym>=0.1.20",
+        "math-verify>=0.8",
+        "aiohttp>=3.10",
+    ),
 }
 
 

@@ -54,7 +54,7 @@ class Distillation(PolicyWithReference):
     teacher_model_server_url: str | None = setting(
         default=None,
         says="in place of a local teacher, host:port of `rl serve --model DIRECTORY`, which answers with the "
-        "``loss_top_k`` likeliest tokens of each place",
+        "``loss_top_k`` likeliest tokens of each place, at most 1024, at ``temperature: 1``",
     )
     beta: float = setting(
         default=1.0,
@@ -108,11 +108,14 @@ class Distillation(PolicyWithReference):
         self._served: Any = None
         url = self.teacher_model_server_url
         if url is not None and (
-            self.teacher_model_name_or_path is not None or not self.loss_top_k or self.distillation_objective != "jsd"
+            self.teacher_model_name_or_path is not None
+            or not 0 < self.loss_top_k <= 1024
+            or self.distillation_objective != "jsd"
+            or self.temperature != 1
         ):
             raise UsageError(
-                f"teacher_model_server_url={url!r} takes loss_top_k above 0, distillation_objective='jsd' "
-                "and no teacher_model_name_or_path"
+                f"teacher_model_server_url={url!r} takes loss_top_k from 1 to 1024, distillation_objective='jsd', "
+                "temperature=1 (vLLM scores texts at no other) and no teacher_model_name_or_path"
             )
         if self.teacher_model_name_or_path is None and self.lora is None and url is None:
             raise UsageError(
@@ -174,7 +177,7 @@ class Distillation(PolicyWithReference):
                 words = min(words, text_config(teacher.config).vocab_size)
             size = min(size, other_size)
         else:
-            ids, likeliest = self.served_teacher.likeliest_at(place, inputs["input_ids"], self.temperature, words)
+            ids, likeliest = self.served_teacher.likeliest_at(place, inputs["input_ids"], words)
 
         def of(part: slice) -> Tensor:
             if self.wants_reference:

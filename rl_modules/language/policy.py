@@ -29,7 +29,7 @@ class LanguagePolicy(LanguageModule):
     sampler_name: str = setting(
         default="native",
         says="engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, "
-        "which receives the weights after every update; ``vllm_server``, servers started by ``rl serve``",
+        "which receives the weights after every update; ``vllm_server``, vLLM's own server, started by ``rl serve``",
         alias="sampler",
         one_of=("native", "vllm", "vllm_server"),
     )

@@ -11,6 +11,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.architecture import is_sharded
 from rl_modules.language.sampling.native import NativeSampler, sample
 from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.vllm import VLLMSampler
 
 __all__ = ["Completions", "NativeSampler", "Sampler", "SamplingSettings", "check_options", "make_sampler", "sample"]
 
@@ -57,10 +58,4 @@ def make_sampler(
             "sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
             "and take sampler=vllm_server, or strategy=ddp"
         )
-    from rl_modules.language.sampling.engine import EngineSampler
-    from rl_modules.language.sampling.vllm import VLLMEngine, unties
-    from rl_modules.language.sampling.weights import EngineSpec
-
-    spec = EngineSpec.of(model, unties(kind))
-    engine = VLLMEngine(spec, max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options)
-    return EngineSampler(engine, device)
+    return VLLMSampler(model, max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options)

@@ -1,10 +1,8 @@
-"""A model that a server scores given texts with, as the teacher of distillations: ``rl serve --model``."""
+"""A teacher that ``rl serve`` answers for: vLLM's log-probabilities of given texts."""
 
 from __future__ import annotations
 
-import hashlib
-import http.client
-import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,117 +10,90 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import make_config, max_length, text_config
-from rl_modules.language.models import make_model
-from rl_modules.language.sampling import wire
-from rl_modules.language.sampling.remote import Server
-from rl_modules.language.sampling.server import PROTOCOL
-from rl_modules.language.tokenizer import load_tokenizer
-
-_NUMBER = wire.Within(-1e6, 1e-3, whole=False)
-SCORE = {
-    "texts": [[wire.COUNT]],
-    "begin": [wire.COUNT],
-    "top_k": wire.Within(1, 2**16),
-    "temperature": wire.Within(1e-6, 1e6, whole=False),
-    "tokens": str,
-}
-#: Of each text: the likeliest tokens of every place, likeliest first, and their log-probabilities.
-SCORED = {"rows": [{"ids": [[wire.COUNT]], "log_prob": [[_NUMBER]]}]}
-
-
-def digest_of(tokenizer: Any) -> str:
-    """Returns what two tokenizers with the same tokens have in common."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-class TeacherService:
-    """A server's state: a frozen model from a directory."""
-
-    def __init__(self, folder: str) -> None:
-        tokenizer = load_tokenizer(folder)
-        model = make_model(make_config(folder, None, tokenizer, False), folder, "causal", "float32", None)
-        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        self.tokens, self.longest = digest_of(tokenizer), max_length(model.config)
-        self.pad = int(tokenizer.pad_token_id)
-        self.posts = {"/score": self.score}
-
-    def health(self) -> dict[str, Any]:
-        """Returns what every server describes itself by."""
-        return {"protocol": PROTOCOL, "model": None, "version": None, "run": None, "untied": False}
-
-    @torch.no_grad()
-    def score(self, body: bytes) -> dict[str, Any]:
-        """Scores the tokens of each text from its place ``begin`` on."""
-        asked = wire.parsed(body, SCORE, "the request")
-        words = text_config(self.model.config).vocab_size
-        if asked["tokens"] != self.tokens:
-            raise UsageError("the teacher's tokenizer has other tokens than the student's; give both the same")
-        rows = []
-        for text, begin in zip(asked["texts"], asked["begin"], strict=True):
-            if not 1 <= begin < len(text) <= self.longest:
-                raise UsageError(
-                    f"a text has {len(text)} tokens, the first to score is {begin}; the teacher takes 2 "
-                    f"to {self.longest} tokens"
-                )
-            # The student's vocabulary may be padded to more words, which stand for no text.
-            tokens = torch.tensor([[t if t < words else self.pad for t in text]], device=self.model.device)
-            logits = self.model(input_ids=tokens, use_cache=False).logits[0, begin - 1 : -1].float()
-            found = (logits / asked["temperature"]).log_softmax(-1).topk(min(asked["top_k"], words))
-            rows.append({"ids": found.indices.tolist(), "log_prob": found.values.clamp(min=-1e6).tolist()})
-        return {"rows": rows}
+from rl_modules.language.sampling.remote import UNREACHABLE, Server, log_prob_of, printable
 
 
 class ServedTeacher:
-    """The client's view of :class:`TeacherService`."""
+    """A client of a server whose model stays as it is: the likeliest tokens of every place of a text."""
 
     def __init__(self, address: str, tokenizer: Any, top_k: int, token_file: str | None = None) -> None:
-        self.server, self.top_k, self.tokens = Server(address, 600.0, token_file), top_k, digest_of(tokenizer)
+        self.server, self.top_k, self.tokenizer = Server(address, 600.0, token_file), top_k, tokenizer
+        self._is_known = False
 
-    def likeliest(
-        self, texts: Sequence[Sequence[int]], begin: Sequence[int], temperature: float, words: int
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, texts: Sequence[Sequence[int]], begin: Sequence[int], words: int) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens of all texts' places from ``begin`` on, and log-probabilities, [m, k] each."""
-        body = {
-            "texts": [list(text) for text in texts],
-            "begin": list(begin),
-            "top_k": self.top_k,
-            "temperature": temperature,
-            "tokens": self.tokens,
-        }
-        places = [len(text) - first for text, first in zip(texts, begin, strict=True)]
-        most = 2**16 + sum(places) * (100 + 50 * self.top_k)
-        where = f"teacher_model_server_url: {self.server.address}"
+        where, path = f"teacher_model_server_url: {self.server.address}", "/inference/v1/generate"
+        fields = {"max_tokens": 1, "prompt_logprobs": self.top_k, "logprobs": self.top_k, "detokenize": False}
+        # The last token is left out: it is the one that the server writes, whatever that is.
+        # The student's vocabulary may be padded to more words, which stand for no text.
+        known, pad = len(self.tokenizer), int(self.tokenizer.pad_token_id)
+        known_texts = [[token if token < known else pad for token in text[:-1]] for text in texts]
+        bodies = [{"token_ids": text, "sampling_params": fields} for text in known_texts]
+        most = [2**16 + len(text) * (200 + 200 * self.top_k) for text in texts]
         try:
-            answer = self.server.ask("/score", SCORED, json.dumps(body).encode(), most=most)["rows"]
-        except (OSError, http.client.HTTPException) as error:
+            self._check_tokens()
+            answers = self.server.ask_all(path, bodies, most)
+        except UNREACHABLE as error:
             raise UsageError(
-                f"{where} does not answer ({error}); start `rl serve --model DIRECTORY` there, then add --resume"
+                f"{where} does not answer ({printable(error)}); start `rl serve --model DIRECTORY` there, then add "
+                "--resume"
             ) from error
-        ids = [place for row in answer for place in row["ids"]]
-        log_prob = [place for row in answer for place in row["log_prob"]]
-        widths = {len(place) for place in [*ids, *log_prob]}
-        if [len(row["ids"]) for row in answer] != places or len(ids) != len(log_prob) or len(widths) != 1:
-            raise UsageError(f"{where} answers for other places than asked for; is it `rl serve` of this version?")
-        found = torch.tensor(ids, dtype=torch.int64), torch.tensor(log_prob, dtype=torch.float32)
-        if int(found[0].max()) >= words or bool((found[1].exp().sum(-1) > 1 + 1e-4).any()):
-            raise UsageError(
-                f"{where} answers with tokens or probabilities that no model of the student's vocabulary "
-                "has; is it `rl serve` of this version?"
-            )
-        return found
+        ids, log_prob = [], []
+        for answer, text, first in zip(answers, texts, begin, strict=True):
+            try:
+                places = [_likeliest(place, self.top_k, words) for place in _places(answer, len(text))[first - 1 :]]
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise self.server.wrong(path, f"scores with {printable(error)}") from error
+            ids += [[token for token, _ in place] for place in places]
+            log_prob += [[value for _, value in place] for place in places]
+        return torch.tensor(ids, dtype=torch.int64), torch.tensor(log_prob, dtype=torch.float32)
 
-    def likeliest_at(self, place: Tensor, tokens: Tensor, temperature: float, words: int) -> tuple[Tensor, Tensor]:
+    def _check_tokens(self) -> None:
+        """Refuses a teacher with other tokens, by the text of all tokens in the order of their ids."""
+        every = list(range(len(self.tokenizer)))
+        if not self._is_known and (
+            self.server.ask("/detokenize", {"tokens": every}, most=2**16 + 64 * len(every))
+            != {"prompt": self.tokenizer.decode(every)}
+        ):
+            raise UsageError(
+                f"teacher_model_server_url: {self.server.address} has a tokenizer with other tokens than the "
+                "student's; give both the same"
+            )
+        self._is_known = True
+
+    def likeliest_at(self, place: Tensor, tokens: Tensor, words: int) -> tuple[Tensor, Tensor]:
         """:meth:`likeliest` of the tokens after m places in the flattened tokens, [m, k] each."""
         row, column = (x.cpu() for x in (place // tokens.shape[1], place % tokens.shape[1]))
         numbers = row.unique().tolist()
         first = [int(column[row == i].min()) + 1 for i in numbers]
         last = [int(column[row == i].max()) + 2 for i in numbers]
         texts = [tokens[i, :end].tolist() for i, end in zip(numbers, last, strict=True)]
-        ids, log_p = self.likeliest(texts, first, temperature, words)
+        ids, log_p = self.likeliest(texts, first, words)
         # The answer has all places of a text from the first to the last; those of a mask with gaps are among them.
         begin, offset = torch.zeros(max(numbers) + 1, dtype=torch.int64), 0
         for i, start, end in zip(numbers, first, last, strict=True):
             begin[i], offset = offset - (start - 1), offset + end - start
         chosen = begin[row] + column
         return ids[chosen].to(tokens.device), log_p[chosen].to(tokens.device)
+
+
+def _places(answer: Any, length: int) -> list[list[tuple[int, float]]]:
+    """Returns the scored tokens of each place of a text but its first, as pairs of id and log-probability."""
+    found = [
+        [(int(token), log_prob_of(score["logprob"])) for token, score in place.items()]
+        for place in answer["prompt_logprobs"][1:]
+    ]
+    last = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    if len(found) != length - 2:
+        raise ValueError(f"{len(found) + 1} places, where {length - 1} should be")
+    return [*found, [(score["token_id"], log_prob_of(score["logprob"])) for score in last]]
+
+
+def _likeliest(place: list[tuple[int, float]], top_k: int, words: int) -> list[tuple[int, float]]:
+    """Returns the k likeliest of a place's tokens, likeliest first; vLLM adds the one that the text has."""
+    found = sorted(dict(place).items(), key=lambda pair: -pair[1])[: min(top_k, words)]
+    if len(found) < min(top_k, words) or not all(type(token) is int and 0 <= token < words for token, _ in found):
+        raise ValueError(f"tokens that are not {top_k} of the {words}")
+    if sum(math.exp(value) for _, value in found) > 1 + 1e-3:
+        raise ValueError("probabilities whose sum is above 1")
+    return found

@@ -7,14 +7,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.architecture import is_sharded, max_length, text_config, transformers_model
+from rl_modules.language.architecture import is_sharded, transformers_model
 from rl_modules.language.lora import adapts_tied_weight, merged
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -25,20 +24,12 @@ _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 
 
 @torch.no_grad()
-def named_weights(model: Any, untied: bool) -> Weights:
+def named_weights(model: Any) -> Weights:
     """Yields each weight under its checkpoint's name, adapters merged in, sharded ones gathered one at a time."""
     if getattr(model, "is_quantized", False):
         model = merged(model)
     network = transformers_model(model)
-    tied = is_tied(network)
-    plain = _renamed(network, itertools.chain(_merged(model, tied), _buffers(model)))
-    head = network.get_output_embeddings()
-    embedding = network.get_input_embeddings()
-    names = {id(module): name for name, module in network.named_modules()}
-    for name, weight in plain:
-        yield name, weight
-        if tied and untied and name == f"{names[id(embedding)]}.weight":
-            yield f"{names[id(head)]}.weight", weight
+    yield from _renamed(network, itertools.chain(_merged(model, is_tied(network)), _buffers(model)))
 
 
 def is_tied(network: Any) -> bool:
@@ -47,32 +38,14 @@ def is_tied(network: Any) -> bool:
     return head is not None and head.weight is embedding.weight and not adapts_tied_weight(network)
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """Description of a model that another engine needs before its weights; plain data."""
-
-    #: Of the checkpoint, with ``architectures``, ``model_type`` and ``dtype``.
-    config: dict[str, Any]
-    #: Tokens of the longest text that the model takes.
-    longest: int
-    #: Of the vocabulary.
-    words: int
-    #: Whether the engine has an output layer of its own, also where the model ties it to the embedding.
-    untied: bool
-
-    @classmethod
-    def of(cls, model: Any, untied: bool, dtype: torch.dtype | None = None) -> EngineSpec:
-        """Describes a causal language model, with LoRA or without."""
-        network = transformers_model(model)
-        ties = bool(network.config.tie_word_embeddings)
-        untied = untied or (ties and not is_tied(network))
-        config: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
-        config.pop("quantization_config", None)  # its weights arrive as those that the quantized ones stand for
-        config["architectures"] = [type(network).__name__]
-        config["model_type"] = network.config.model_type
-        config["tie_word_embeddings"] = ties and not untied
-        config["dtype"] = str(dtype or computing_dtype(network)).removeprefix("torch.")
-        return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
+def engine_config(network: Any) -> dict[str, Any]:
+    """Returns the config of a transformers model as its checkpoint has it, with ``architectures`` and ``dtype``."""
+    config: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
+    config.pop("quantization_config", None)  # its weights arrive as those that the quantized ones stand for
+    tied = bool(network.config.tie_word_embeddings) and is_tied(network)
+    dtype = str(computing_dtype(network)).removeprefix("torch.")
+    kind, model_type = type(network).__name__, network.config.model_type
+    return {**config, "architectures": [kind], "model_type": model_type, "tie_word_embeddings": tied, "dtype": dtype}
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype:

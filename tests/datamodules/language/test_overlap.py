@@ -17,10 +17,9 @@ from datamodules.language.reward_threads import EarlyRewards
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sampling import Completions, NativeSampler
-from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.remote import ServerSampler
-from tests.rl_modules.language.sampler_cases import running_server
-from tests.rl_modules.language.test_grpo import TINY, Spy, addition, spy, weights_of
+from tests.rl_modules.language.fake_vllm_server import FakeServer, running_server
+from tests.rl_modules.language.test_grpo import TINY, Spy, addition, built, spy, weights_of
 from tests.training import assert_resumes_exactly, fit
 
 HERE = "tests.datamodules.language.test_overlap"
@@ -210,7 +209,7 @@ def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> Non
             versions.append((self.trainer.global_step, rollout["version"]))
             return super().prepare(rollout)
 
-    with running_server() as (_, address):
+    with running_server(built(spy())) as (_, address):
         module, data = asynchronous(address, k)
         module.__class__ = Noting
         fit(module, data, max_steps=8)
@@ -233,7 +232,7 @@ def test_rows_of_older_weights_are_written_again(monkeypatch: Any) -> None:
         return replace(written, version=torch.where(written.version == 3, 0, written.version))
 
     monkeypatch.setattr(ServerSampler, "sample", behind)
-    with running_server() as (_, address):
+    with running_server(built(spy())) as (_, address):
         module, data = asynchronous(address, 1)
         generations = []
         again = ahead.without_stale
@@ -249,21 +248,22 @@ def test_rows_of_older_weights_are_written_again(monkeypatch: Any) -> None:
     assert changed and all((new > old).all() for old, new in changed)
 
 
-class Flaky(NativeEngine):
-    """Fails at some of its calls, as a server that is killed and started again: it then lacks its weights."""
+class Flaky(FakeServer):
+    """Breaks off at some completions, as a server that is killed and started again: it then lacks its weights."""
 
     calls = 0
 
-    def generate(self, *arguments: Any) -> Any:
+    def generate(self, *arguments: Any, **more: Any) -> Any:
         Flaky.calls += 1
-        if Flaky.calls % 3 == 2:
-            raise RuntimeError("killed")
-        return super().generate(*arguments)
+        if Flaky.calls % 40 == 2:
+            self.version = "default"
+            raise ConnectionError
+        return super().generate(*arguments, **more)
 
 
 @pytest.mark.long
 def test_a_server_that_fails_is_asked_again_and_no_prompt_is_lost() -> None:
-    with running_server(Flaky) as (_, address):
+    with running_server(built(spy()), kind=Flaky) as (_, address):
         module, data = asynchronous(address, 1)
         fit(module, data, max_steps=6)
     native = spy(learning_rate=1e-2)
@@ -273,7 +273,8 @@ def test_a_server_that_fails_is_asked_again_and_no_prompt_is_lost() -> None:
 
 @pytest.mark.long
 def test_another_server_takes_over() -> None:
-    with running_server() as (_, one), running_server(Flaky) as (_, two):
+    model = built(spy())
+    with running_server(model) as (_, one), running_server(model, kind=Flaky) as (_, two):
         module = spy(sampler="vllm_server", sampler_options={"addresses": [two, one, "127.0.0.1:9"], "retries": 3,
                                                              "retry_wait_s": 0.01})  # fmt: skip
         fit(module, addition(), max_steps=3)
@@ -286,11 +287,8 @@ def test_another_server_takes_over() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None:
-    with running_server() as (_, address):
+    with running_server(built(spy())) as (_, address):
         (whole, data), (first, part), (second, rest) = (asynchronous(address) for _ in range(3))
-        # While the server, here a thread, reads weights, transformers patches torch's modules for the whole process.
-        for module in (whole, first, second):
-            module.configure_model()
         fit(whole, data, max_steps=8)
         trainer = fit(first, part, max_steps=stop)
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
@@ -299,8 +297,8 @@ def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None
 
 
 def test_without_any_server_the_run_says_so() -> None:
-    options = {"addresses": ["127.0.0.1:9"], "retry_wait_s": 0.01}
-    with pytest.raises(UsageError, match="none of 127.0.0.1:9 answers after 5 retries; start `rl serve` there"):
+    options = {"addresses": ["127.0.0.1:9"], "retries": 5, "retry_wait_s": 0.01}
+    with pytest.raises(UsageError, match=r"none of 127.0.0.1:9 answers after 5 retries \(.*\); start `rl serve` there"):
         fit(spy(sampler="vllm_server", sampler_options=options), addition(), max_steps=1)
 
 

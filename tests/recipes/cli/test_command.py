@@ -293,7 +293,16 @@ def test_a_command_without_a_run_explains_itself(rl, command, option):
 def test_help_of_export_and_serve_names_every_option(rl):
     named = {
         "export": ["ckpt_path", "output", "model"],
-        "serve": ["model", "engine", "host", "port", "token_file", "gpu_memory_utilization", "max_rows_in_flight"],
+        "serve": [
+            "model",
+            "engine",
+            "dtype",
+            "host",
+            "port",
+            "token_file",
+            "gpu_memory_utilization",
+            "max_rows_in_flight",
+        ],
     }
     for command, options in named.items():
         _, out, _ = rl(command, "--help")

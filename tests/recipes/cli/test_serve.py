@@ -1,9 +1,9 @@
-"""``rl serve``: its options, and a server in a process of its own."""
+"""``rl serve``: its options, and the server of vLLM that it becomes."""
 
+import importlib.util
+import os
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ import pytest
 from recipes.cli.information import parser_of
 from recipes.language import serve
 from rl_modules.common.errors import UsageError
-from rl_modules.language.sampling.remote import ServerSampler
-from tests.rl_modules.language.sampler_cases import settings, tiny_model
+from rl_modules.language.server_token import FILE_VARIABLE, SAYS_VARIABLE, TOKEN_VARIABLE
 
 
 def test_options() -> None:
     parser = parser_of("serve")
-    assert parser.parse_args(["--engine", "native", "--port=0"]).port == 0
+    assert parser.parse_args(["--port=0"]).port == 0
     assert parser.parse_args([]).host == "127.0.0.1"
     assert parser.parse_args(["--max_rows_in_flight=8"]).max_rows_in_flight == 8
+    assert parser.parse_args(["--model=m", "--", "--seed", "1"]).vllm == ["--seed", "1"]
 
 
 @pytest.mark.parametrize(
@@ -29,48 +29,39 @@ def test_options() -> None:
         (["--prot", "1"], "did you mean port"),
         (["--port", "x"], "--port: invalid int value: 'x'"),
         (["--engine=sglang"], "--engine: invalid choice: 'sglang'"),
-        (["port"], "unknown option 'port'"),
+        (["--model=m", "port"], "unknown option 'port'; options of `vllm serve` stand after --"),
+        ([], "give --model the run's model.model_name_or_path, or a folder of `rl export`"),
+        (["--engine=native", "--model=m"], "Without vLLM take --model.sampler native, which needs no server"),
+        (["--model=m", "--host=256.1.1.1"], "--host=256.1.1.1 --port=8000 can't be listened on"),
+        (["--model=m", "--port=0", "--token_file=/dev/null/token"], "token_file='/dev/null/token' can't be written"),
     ],
 )
-def test_refused_options(args: list[str], sentence: str) -> None:
+def test_refused_options(args: list[str], sentence: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     with pytest.raises(UsageError, match=re.escape(sentence)):
         serve(parser_of("serve").parse_args(args))
 
 
-@pytest.mark.slow
-def test_a_server_process_writes_and_its_restart_gets_the_weights_again(tmp_path: Path, monkeypatch: Any) -> None:
-    """The restarted server has another token, which the run reads from the same file."""
-    monkeypatch.delenv("RL_SERVE_TOKEN", raising=False)
+def test_without_vllm_it_says_so(monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="rl serve needs a package that is not installed: pip install vllm"):
+        serve(parser_of("serve").parse_args(["--model=m"]))
+
+
+def test_it_becomes_a_server_with_a_token_behind_the_gate(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
     token_file = tmp_path / "token"
-    command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", f"--token_file={token_file}", "--port"]
-
-    def start(port: int) -> tuple[subprocess.Popen, str]:
-        with (tmp_path / "stderr").open("a") as errors:
-            process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.match(rf"serving on (\S+) with native; its token is in {token_file};", line)
-        assert found is not None
-        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
-        assert token_file.read_text().strip() not in line
-        return process, found[1]
-
-    process, address = start(0)
-    try:
-        with pytest.raises(UsageError, match="token_file=.* can't be read"):
-            ServerSampler([address], "cpu", token_file=str(tmp_path / "none"))
-        first = token_file.read_text()
-        sampler = ServerSampler([address], "cpu", retries=3, retry_wait_s=0.1, token_file=str(token_file))
-        sampler.update_weights(tiny_model(), 5)
-        before = sampler.sample([[5, 6, 7]], 4, range(4), settings())
-        process.kill()
-        process.wait()
-        process, _ = start(int(address.rpartition(":")[2]))
-        after = sampler.sample([[5, 6, 7]], 4, range(4), settings())
-    finally:
-        process.kill()
-        process.wait()
-    assert token_file.read_text() != first
-    assert (tmp_path / "stderr").read_text() == ""  # no bar of transformers per update
-    assert before.tokens.tolist() == after.tokens.tolist()
-    assert after.version is not None and after.version.tolist() == [5] * 4
+    words = ["--model=m", "--port=0", f"--token_file={token_file}", "--max_rows_in_flight=8", "--", "--seed", "1"]
+    serve(parser_of("serve").parse_args(words))
+    _, command, environment = became[0]
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+    assert environment[TOKEN_VARIABLE] == token_file.read_text().strip()
+    assert not any(environment[TOKEN_VARIABLE] in word for word in [*command, environment[SAYS_VARIABLE]])
+    assert Path(environment[FILE_VARIABLE]).parent.is_dir()
+    asked = ["--model=m", "--max-num-seqs=8", "--middleware=rl_modules.language.serving.Gate", "--dtype=float32"]
+    assert set(asked) <= set(command) and command[-2:] == ["--seed", "1"]
+    assert not any("trust" in word for word in command)

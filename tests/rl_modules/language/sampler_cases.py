@@ -1,9 +1,7 @@
 """Samplers under test, behind the one protocol, and a vLLM that is none: transformers behind vLLM's interface."""
 
 import math
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -13,15 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl_modules.language.sampling import NativeSampler, SamplingSettings
-from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.remote import ServerSampler
 from rl_modules.language.sampling.rows import Row, rows_of
-from rl_modules.language.sampling.server import Service, make_server
+from tests.rl_modules.language.fake_vllm_server import running_server
 
 _REAL: list[Any] = []
-#: Of all servers in tests, which the tests' runs find in the environment.
-TOKEN = os.environ.setdefault("RL_SERVE_TOKEN", "a-token-of-the-tests")
 WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
 
 
@@ -45,26 +40,6 @@ def settings(**different: Any) -> SamplingSettings:
     return SamplingSettings(**{"max_completion_length": 8, "eos_token_id": (EOS,), "pad_token_id": PAD, **different})
 
 
-@contextmanager
-def running_server(make_engine: Any = NativeEngine, port: int = 0) -> Iterator[tuple[Service, str]]:
-    """A server in a thread of this process, on a free port of this machine.
-
-    Its requests have ended when it is left: while one reads weights, transformers patches initialisation and tying for
-    the whole process, and the next test's models would be other ones.
-    """
-    service = Service(make_engine, unties=False)
-    server = make_server(service, "127.0.0.1", port, TOKEN)
-    server.daemon_threads = False  # `server_close` waits for them
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield service, f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 class FakeLLM:
     """vLLM's ``LLM`` as far as it is called: the engine's config, SamplingParams, and what it answers."""
 
@@ -84,11 +59,11 @@ class FakeLLM:
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
         FakeLLM.made.append(self)
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        assert method == "reload_weights"
+    def collective_rpc(self, method: str, args: tuple[Any]) -> None:
+        assert method == "load_weights_of" and self.options["worker_extension_cls"].endswith("serving.Loading")
         with torch.no_grad():
-            own = dict(self.network.named_parameters(remove_duplicate=False))
-            for name, weight in kwargs["weights_iterator"]:
+            own = dict(self.network.named_parameters())
+            for name, weight in args[0]:
                 own.pop(name).copy_(weight)
         assert not own, f"not loaded: {list(own)}"
         self.calls.append(method)
@@ -148,7 +123,7 @@ def sampler_of(kind: str, model: Any, monkeypatch: Any) -> Iterator[Any]:
         yield NativeSampler(model)
         return
     if kind == "server":
-        with running_server() as (_, address):
+        with running_server(model) as (_, address):
             sampler: Any = ServerSampler([address], "cpu", retries=0)
             sampler.update_weights(model)
             yield sampler

@@ -15,8 +15,9 @@ from rl_modules.language.rloo import RLOO
 from rl_modules.language.sampling.correction import sampling_metrics
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.support import Filter, packed_lists
-from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, running_server
-from tests.rl_modules.language.test_grpo import TINY, addition, grpo, spy, weights_of
+from tests.rl_modules.language.fake_vllm_server import running_server
+from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm
+from tests.rl_modules.language.test_grpo import TINY, addition, built, grpo, spy, weights_of
 from tests.training import fit
 
 FILTERS: list[dict[str, Any]] = [
@@ -110,10 +111,10 @@ def test_a_run_through_a_server_learns_what_the_native_sampler_does() -> None:
     arguments: dict[str, Any] = {"learning_rate": 1e-2}
     native = spy(**arguments)
     fit(native, addition(steps_per_generation=2), max_steps=6)
-    with running_server() as (service, address):
+    with running_server(built(spy())) as (server, address):
         served = spy(**arguments, sampler="vllm_server", sampler_options={"addresses": [address], "retries": 0})
         fit(served, addition(steps_per_generation=2), max_steps=6)
-        assert service.version == 4  # the last generation came after the fourth step
+        assert server.version.endswith(":4")  # the last generation came after the fourth step
     for (ours, _), (theirs, _) in zip(served.rollouts, native.rollouts, strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
     torch.testing.assert_close(weights_of(served), weights_of(native), atol=1e-4, rtol=0)
@@ -209,7 +210,7 @@ def test_equal_weights_have_ratio_one_under_filters(
 
 
 def test_kept_tokens_come_over_the_wire() -> None:
-    with running_server() as (_, address):
+    with running_server(built(spy())) as (_, address):
         served = spy(top_p=0.7, repetition_penalty=1.2, sampler="vllm_server", max_completion_length=20,
                      sampler_options={"addresses": [address], "retries": 0})  # fmt: skip
         fit(served, addition(), max_steps=1)

@@ -1,6 +1,5 @@
 """Distillation through its module: losses by hand, both datamodules, every kind of teacher, exact resume, bad input."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import SFT, Distillation
 from rl_modules.common.errors import UsageError
 from rl_modules.language import scoring
 from rl_modules.language.fast import tiled_head
-from rl_modules.language.sampling.server import make_server
-from rl_modules.language.sampling.teacher import ServedTeacher, TeacherService
-from tests.rl_modules.language.sampler_cases import TOKEN
+from rl_modules.language.sampling.teacher import ServedTeacher
+from tests.rl_modules.language.fake_vllm_server import running_server
 from tests.rl_modules.language.test_grpo import TINY, small_tokenizer
 from tests.training import assert_equal_checkpoints, fit
 
@@ -252,21 +251,14 @@ def test_teachers_of_every_kind(teacher: str, tmp_path: Path) -> None:
 
 @contextmanager
 def serving(folder: str) -> Iterator[str]:
-    server = make_server(TeacherService(folder), "127.0.0.1", 0, TOKEN)
-    server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with running_server(model, tokenizer) as (_, address):
+        yield address
 
 
 @pytest.mark.parametrize("tail", [True, False])
 def test_a_served_teacher_is_the_local_one(tail: bool, teacher: str) -> None:
-    options: dict[str, Any] = {"loss_top_k": 3, "loss_add_tail": tail, "beta": 0.3, "temperature": 0.8}
+    options: dict[str, Any] = {"loss_top_k": 3, "loss_add_tail": tail, "beta": 0.3}
     local = watched(teacher, **options)
     fit(local, prompts(), max_steps=2)
     with serving(teacher) as address:
@@ -286,7 +278,7 @@ def test_a_served_teacher_of_other_tokens_or_none_is_refused(teacher: str, tmp_p
     with serving(teacher) as address:
         other = student(None, teacher_model_server_url=address, loss_top_k=2, tokenizer_name_or_path=tokens,
                         model_config={**TINY, "vocab_size": 3})  # fmt: skip
-        with pytest.raises(UsageError, match="tokenizer has other tokens than the student's"):
+        with pytest.raises(UsageError, match="has a tokenizer with other tokens than the student's"):
             fit(other, prompts(), max_steps=1)
     gone = student(None, teacher_model_server_url=address, loss_top_k=2)
     with pytest.raises(UsageError, match="teacher_model_server_url: .* does not answer"):
@@ -321,7 +313,7 @@ def test_evaluations_show_the_distance_to_the_teacher(teacher: str, tmp_path: Pa
     ("make", "sentence"),
     [
         (lambda t: student(None), "teacher_model_name_or_path=None leaves no teacher without lora"),
-        (lambda t: student(None, teacher_model_server_url="a:1"), "takes loss_top_k above 0"),
+        (lambda t: student(None, teacher_model_server_url="a:1"), "takes loss_top_k from 1 to 1024"),
         (lambda t: student(t, beta=1.5), "beta=1.5 must lie in"),
         (lambda t: student(t, distillation_objective="kl"), "distillation_objective='kl' must be one of jsd, policy_"),
         (lambda t: student(t, ref_model_name_or_path="x"), "Distillation sets ref_model_name_or_path itself"),
@@ -344,29 +336,37 @@ def test_refused_teachers_and_data(teacher: str, tmp_path: Path) -> None:
         fit(student(teacher, distillation_objective="policy_gradient"), data, max_steps=1)
 
 
-LIES: dict[str, tuple[Any, str]] = {
-    "fewer places": ({"rows": [{"ids": [[1, 2]], "log_prob": [[-1.0, -1.0]]}]}, "answers for other places"),
-    "places of unequal width": (
-        {"rows": [{"ids": [[1, 2], [1]], "log_prob": [[-1.0, -1.0], [-1.0]]}]}, "answers for other places"),
-    "a token that no model has": (
-        {"rows": [{"ids": [[1, 99], [1, 2]], "log_prob": [[-1.0, -1.0]] * 2}]}, "no model of the student's vocabulary"),
-    "probabilities above 1": (
-        {"rows": [{"ids": [[1, 2]] * 2, "log_prob": [[-0.1, -0.1]] * 2}]}, "no model of the student's vocabulary"),
-}  # fmt: skip
+def scored(k: int, *places: dict[str, float], last: Any = None) -> dict[str, Any]:
+    """An answer about a text whose places but the first and the last have these log-probabilities."""
+    rows = [{token: {"logprob": value} for token, value in place.items()} for place in places]
+    top = [{"token_id": i, "logprob": -1.0} for i in range(k)] if last is None else last
+    return {"prompt_logprobs": [None, *rows], "choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
+
+
+LIES: dict[str, Any] = {
+    "fewer places": scored(2),
+    "more places": scored(2, *[{"1": -1.0, "2": -1.0}] * 2),
+    "fewer tokens": scored(2, {"1": -1.0}),
+    "a token that no model has": scored(2, {"1": -1.0, "99": -1.0}),
+    "a token that is no number": scored(2, {"1": -1.0, "x": -1.0}),
+    "probabilities above 1": scored(2, {"1": -0.1, "2": -0.1}),
+    "a log-probability of NaN": scored(2, {"1": -1.0, "2": float("nan")}),
+    "a log-probability above 0": scored(2, {"1": 2.0, "2": -9.0}),
+    "a last token with a fraction": scored(2, {"1": -1.0, "2": -1.0}, last=[{"token_id": 1.5, "logprob": -1.0}] * 2),
+    "no places": {"prompt_logprobs": None, "choices": []},
+    "a list": [],
+}
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_served_teachers_answer_is_checked(lie: str, teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client = ServedTeacher("127.0.0.1:1", student(teacher).tokenizer, 2)
-    answer, sentence = LIES[lie]
-    monkeypatch.setattr(client.server, "ask", lambda *arguments, **options: answer)
-    with pytest.raises(UsageError, match=sentence):
-        client.likeliest([[3, 4, 5]], [1], 1.0, 14)
-
-
-@pytest.mark.parametrize(("texts", "begin"), [([[3]], [1]), ([[3, 4]], [0]), ([[3, 10**6]], [1]), ([[3] * 9999], [1])])
-def test_a_request_that_no_model_can_score_is_refused(texts: list[list[int]], begin: list[int], teacher: str) -> None:
-    with serving(teacher) as address:
-        client = ServedTeacher(address, student(teacher).tokenizer, 2)
-        with pytest.raises(UsageError, match=r"refuses /score: a text has \d+ tokens, the first to score is"):
-            client.likeliest(texts, begin, 1.0, 14)
+    monkeypatch.setattr(client.server, "ask", lambda *given, **options: {"prompt": client.tokenizer.decode(range(99))})
+    truth = scored(2, {"5": -1.0, "6": -2.0, "1": -1.5})
+    for answer, refused in ((truth, False), (LIES[lie], True)):
+        monkeypatch.setattr(client.server, "ask_all", lambda *given, answer=answer: [answer])
+        if refused:
+            with pytest.raises(UsageError, match="127.0.0.1:1 answers /inference/v1/generate wrongly: "):
+                client.likeliest([[3, 4, 5]], [1], 14)
+        else:
+            assert client.likeliest([[3, 4, 5]], [1], 14)[0].tolist() == [[5, 1], [0, 1]]

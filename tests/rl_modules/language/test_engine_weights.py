@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rl_modules.common.errors import UsageError
 from rl_modules.language import sampling
 from rl_modules.language.architecture import transformers_model
-from rl_modules.language.sampling import make_sampler, vllm, weights
-from rl_modules.language.sampling.engine import NativeEngine, check_engine
-from rl_modules.language.sampling.vllm import sampling_params
-from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from rl_modules.language.sampling import make_sampler, remote, vllm, weights
+from rl_modules.language.sampling.vllm import sampling_fields
+from rl_modules.language.sampling.weights import engine_config, fingerprint, named_weights
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, running_server, settings, tiny_model
 
@@ -39,7 +38,7 @@ def adapted(model: Any = None, **options: Any) -> Any:
 )  # fmt: skip
 def test_adapters_are_merged_as_peft_merges_them(options: dict[str, Any]) -> None:
     model = adapted(**options)
-    found = {name: weight.clone() for name, weight in named_weights(model, untied=False)}  # peft merges in place
+    found = {name: weight.clone() for name, weight in named_weights(model)}  # peft merges in place
     expected = dict(model.merge_and_unload().named_parameters())
     assert found.keys() == expected.keys()
     for name, weight in found.items():
@@ -53,8 +52,8 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(parameters: list[str
                            num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
     targets = {"target_modules": ["q_proj"], "target_parameters": [f"mlp.experts.{name}" for name in parameters]}
     model = adapted(AutoModelForCausalLM.from_config(config), **targets)
-    found = {name: weight.clone() for name, weight in named_weights(model, untied=False)}
-    expected = dict(named_weights(model.merge_and_unload(), untied=False))
+    found = {name: weight.clone() for name, weight in named_weights(model)}
+    expected = dict(named_weights(model.merge_and_unload()))
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
@@ -62,7 +61,7 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(parameters: list[str
 
 def test_adapters_without_matrices_are_refused() -> None:
     with pytest.raises(UsageError, match="lora changes model.embed_tokens.*trainable_token_indices"):
-        dict(named_weights(adapted(trainable_token_indices=[1, 2]), untied=False))
+        dict(named_weights(adapted(trainable_token_indices=[1, 2])))
 
 
 def test_weights_have_the_names_of_a_checkpoint_where_memory_has_others(tmp_path: Any) -> None:
@@ -75,7 +74,7 @@ def test_weights_have_the_names_of_a_checkpoint_where_memory_has_others(tmp_path
     from safetensors.torch import load_file
 
     expected = load_file(tmp_path / "model.safetensors")
-    found = dict(named_weights(model, untied=False))
+    found = dict(named_weights(model))
     assert found.keys() == expected.keys() and len(found.keys() - dict(model.named_parameters()).keys()) > 0
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -91,16 +90,16 @@ def test_every_architecture_s_weights_are_those_of_its_checkpoint(name: str, tmp
                 buffer.normal_()
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    found = dict(named_weights(model, untied=False))
+    found = dict(named_weights(model))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_buffers_of_a_checkpoint_come_beside_adapters() -> None:
     model = adapted(network("DeepSeek-V3"), target_modules=["o_proj"])
-    found = {name for name, _ in named_weights(model, untied=False)}
+    found = {name for name, _ in named_weights(model)}
     biases = {name for name in found if name.endswith("mlp.gate.e_score_correction_bias")}
-    assert biases and found == set(dict(named_weights(model.merge_and_unload(), untied=False)))
+    assert biases and found == set(dict(named_weights(model.merge_and_unload())))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral", "adapters"])
@@ -112,18 +111,10 @@ def test_weights_are_made_whole_one_by_one_or_by_layer(name: str, monkeypatch: A
     whole = getattr(weights, attribute)
     monkeypatch.setattr(weights, attribute, lambda *given: made.append(1) or whole(*given))
     ahead = 0
-    for n, _ in enumerate(named_weights(model, untied=False)):
+    for n, _ in enumerate(named_weights(model)):
         ahead = max(ahead, len(made) - n - 1)
     largest = max(len(list(layer.parameters())) for layer in transformers_model(model).model.layers)
     assert made and ahead <= (largest if name == "mixtral" else 0)
-
-
-def test_a_tied_output_layer_comes_twice_for_an_engine_that_unties_it() -> None:
-    model = tiny_model(tied=True)
-    names = [name for name, _ in named_weights(model, untied=True)]
-    assert names.count("lm_head.weight") == 1 and len(names) == len(list(model.named_parameters())) + 1
-    assert EngineSpec.of(model, True).config["tie_word_embeddings"] is False
-    assert EngineSpec.of(model, False).config["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize(("options", "parted"), [
@@ -131,7 +122,7 @@ def test_a_tied_output_layer_comes_twice_for_an_engine_that_unties_it() -> None:
     ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True), ({"target_modules": ["q_proj"]}, False),
 ])  # fmt: skip
 def test_adapters_on_a_tied_layer_give_the_engine_an_output_layer_of_its_own(
-    options: dict[str, Any], parted: bool
+    options: dict[str, Any], parted: bool, monkeypatch: Any
 ) -> None:
     """Independent source: the engine's own log-probabilities, which the check compares with the model's."""
     torch.manual_seed(1)
@@ -140,41 +131,39 @@ def test_adapters_on_a_tied_layer_give_the_engine_an_output_layer_of_its_own(
         for parameter in model.eval().parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)  # of 1, logits are so large that rounding differs between two caches
-    spec = EngineSpec.of(model, untied=False)
-    engine = NativeEngine(spec)
-    engine.load_weights(named_weights(model, spec.untied))
-    check_engine(model, engine)
-    assert spec.config["tie_word_embeddings"] is not parted
-
-
-def test_the_check_refuses_an_engine_that_lacks_a_weight() -> None:
-    model = tiny_model(tied=False)
-    engine = NativeEngine(EngineSpec.of(model, False))
-    weights = dict(named_weights(model, untied=False))
-    engine.load_weights(weights.items())
-    check_engine(model, engine)
-    weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros_like(weights["model.layers.1.mlp.down_proj.weight"])
-    engine.load_weights(weights.items())
-    with pytest.raises(UsageError, match="sampler=NativeEngine differs from the model by"):
-        check_engine(model, engine)
+    fake_vllm(monkeypatch)
+    make_sampler("vllm", {}, None, model).update_weights(model)
+    assert FakeLLM.made[-1].network.config.tie_word_embeddings is not parted
 
 
 @pytest.mark.parametrize("server", [False, True])
-def test_an_engine_computes_as_training_does_under_autocast(server: bool, monkeypatch: Any) -> None:
+def test_the_check_refuses_an_engine_that_lacks_a_weight(server: bool, monkeypatch: Any) -> None:
+    fake_vllm(monkeypatch)
+    model = tiny_model(tied=False)
+
+    def without_one(model: Any) -> Any:
+        for name, weight in named_weights(model):
+            yield name, torch.zeros_like(weight) if name == "model.layers.1.mlp.down_proj.weight" else weight
+
+    monkeypatch.setattr(vllm, "named_weights", without_one)
+    monkeypatch.setattr(remote, "named_weights", without_one)
+    with running_server(model) as (_, address):
+        kind, options = ("vllm_server", {"addresses": [address]}) if server else ("vllm", {})
+        with pytest.raises(UsageError, match=f"sampler={kind} differs from the model by"):
+            make_sampler(kind, options, None, model).update_weights(model)
+
+
+def test_an_engine_computes_as_training_does_under_autocast(monkeypatch: Any) -> None:
     """Under ``bf16-mixed`` weights are float32, in which an engine would take twice the memory and time."""
     fake_vllm(monkeypatch)
-    model, prompts = tiny_model(), [[3, 4, 5]]
+    model = tiny_model()
     for dtype in (None, torch.bfloat16):
-        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-        with running_server() as (_, address), autocast:
-            kind, options = ("vllm_server", {"addresses": [address]}) if server else ("vllm", {})
-            sampler: Any = make_sampler(kind, options, None, model)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            sampler: Any = make_sampler("vllm", {}, None, model)
             sampler.update_weights(model, 0)
-            sampler.sample(prompts, 2, [1, 2], settings())
-        engine = sampler.servers[0] if server else sampler.engine
-        assert engine.spec.config["dtype"] == ("float32" if dtype is None else "bfloat16")
-        if not server:
-            assert FakeLLM.made[-1].options["dtype"] == engine.spec.config["dtype"]
+            sampler.sample([[3, 4, 5]], 2, [1, 2], settings())
+        assert FakeLLM.made[-1].options["dtype"] == ("float32" if dtype is None else "bfloat16")
+        assert engine_config(model)["dtype"] == "float32"
         sampler.close()
 
 
@@ -186,38 +175,38 @@ def test_weights_are_sent_when_they_have_changed(monkeypatch: Any) -> None:
     assert llm.options["max_num_seqs"] == 7 and llm.options["max_model_len"] == 48
     for version in (0, 0, 1):
         sampler.update_weights(model, version)
-    assert llm.calls.count("reload_weights") == 2
+    assert llm.calls.count("load_weights_of") == 2
     model.load_state_dict(tiny_model(seed=1).state_dict())  # a checkpoint, at the same step
     sampler.update_weights(model, 1)
-    assert llm.calls.count("reload_weights") == 3
+    assert llm.calls.count("load_weights_of") == 3
     # Cached keys and values are those of the old weights.
-    assert [llm.calls[i + 1] for i, call in enumerate(llm.calls) if call == "reload_weights"] == [
+    assert [llm.calls[i + 1] for i, call in enumerate(llm.calls) if call == "load_weights_of"] == [
         "reset_prefix_cache"
     ] * 3
     assert fingerprint(model, 1) != fingerprint(tiny_model(), 1)
     sampler.forget_weights()
     for _ in range(2):
         sampler.update_weights(model, 1)
-    assert llm.calls.count("reload_weights") == 4
+    assert llm.calls.count("load_weights_of") == 4
 
 
 def test_on_cuda_the_engine_sleeps_while_the_module_trains(monkeypatch: Any) -> None:
     fake_vllm(monkeypatch)
     model = tiny_model()
     sampler: Any = make_sampler("vllm", {"gpu_memory_utilization": 0.4}, None, model)
-    sampler.engine.on_cuda = True
+    sampler.on_cuda = True
     sampler.update_weights(model, 0)
     sampler.sleep()
     sampler.sleep()
     sampler.update_weights(model, 0)
     calls = [call for call in FakeLLM.made[0].calls if call != "reset_prefix_cache"]
-    assert calls == ["reload_weights", "sleep 2", "wake_up", "reload_weights"]
+    assert calls == ["load_weights_of", "sleep 2", "wake_up", "load_weights_of"]
 
 
 def test_filters_in_another_order_are_refused(monkeypatch: Any) -> None:
     fake_vllm(monkeypatch)
     with pytest.raises(UsageError, match="min_p=0.1 with top_p=0.9: vLLM applies min_p first"):
-        sampling_params(settings(min_p=0.1, top_p=0.9), 0, 4)
+        sampling_fields(settings(min_p=0.1, top_p=0.9), 0, 4)
 
 
 def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None:

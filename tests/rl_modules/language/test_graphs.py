@@ -24,7 +24,6 @@ from rl_modules.fast import graphs as recordings
 from rl_modules.language.fast import graphs, grouped_attention, held_graphs
 from rl_modules.language.lora import add_lora
 from rl_modules.language.sampling import NativeSampler, check, native, sample
-from rl_modules.language.sampling.engine import EngineSpec, NativeEngine
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.fake_device import DEVICE, fake_device, move
 from tests.fake_graph import use_tapes
@@ -395,14 +394,6 @@ def test_release_frees_all_and_the_next_call_captures_again(fake):
     assert len(fake.captures) > count and torch.equal(again.log_prob, first.log_prob)
     sampler.sleep()  # a training step begins; whether both fit is not known on this device
     assert held_graphs.held_bytes(model) == 0
-
-
-def test_an_engine_that_sleeps_holds_no_graphs(fake):
-    engine = NativeEngine(EngineSpec.of(tiny_model(), False))
-    by_graphs(engine.model, [[5, 6], [7]], max_completion_length=4)
-    assert held_graphs.held_bytes(engine.model) > 0
-    engine.sleep()
-    assert held_graphs.held_bytes(engine.model) == 0
 
 
 @pytest.mark.parametrize(("peak", "keeps"), [(0.5, True), (0.85, False)])

@@ -103,6 +103,12 @@ def spy(**arguments: Any) -> Spy:
     return Spy(**{k: v for k, v in module.hparams.items() if k != "description"}, optimizer=module.optimizer_factory)
 
 
+def built(module: Any) -> Any:
+    """A module's model, before training."""
+    module.configure_model()
+    return module.model
+
+
 def weights_of(module: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in module.model.parameters()])
 

@@ -14,7 +14,7 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.fast.kernels import use_liger_kernel
-from rl_modules.language.sampling.weights import EngineSpec, named_weights
+from rl_modules.language.sampling.weights import engine_config, named_weights
 from tests.training import assert_resumes_exactly, fit
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -62,7 +62,7 @@ def test_export_and_engines_get_the_quantized_weights_plus_the_adapters(name: st
     fit(module, examples(), max_steps=3)
     read = AutoModelForCausalLM.from_pretrained(module.export(tmp_path / "made"))
     assert not hasattr(read.config, "quantization_config")
-    sent = dict(named_weights(module.model, untied=False))
+    sent = dict(named_weights(module.model))
     for path in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"):
         layer = module.model.get_base_model().get_submodule(path)
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -74,7 +74,7 @@ def test_export_and_engines_get_the_quantized_weights_plus_the_adapters(name: st
         ours, theirs = (m.eval()(input_ids=TOKENS).logits for m in (module.model, read))
     # bitsandbytes' product of 8 bits also rounds its inputs.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05 if name == "8 bits" else 1e-5)
-    assert "quantization_config" not in EngineSpec.of(module.model, untied=False).config
+    assert "quantization_config" not in engine_config(module.model)
 
 
 @pytest.mark.long

@@ -6,13 +6,12 @@ import threading
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.remote import ServerSampler
-from rl_modules.language.sampling.server import NotReadyError
+from tests.rl_modules.language.fake_vllm_server import FakeServer
 from tests.rl_modules.language.sampler_cases import (
     EOS,
     POSITIONS,
@@ -64,6 +63,7 @@ def next_token_probabilities(model, prompt, options) -> torch.Tensor:
      {"temperature": 1.4, "top_k": 8, "top_p": 0.8, "repetition_penalty": 1.3}],
     ids=str,
 )  # fmt: skip
+@pytest.mark.parametrize("kind", ["native", "fake vllm", REAL])  # a server gets a request per draw
 def test_tokens_have_the_frequencies_of_the_distribution(kind, model, options, monkeypatch):
     prompt = [5, 6, 7, 8]
     expected = next_token_probabilities(model, prompt, options) * DRAWS
@@ -171,8 +171,8 @@ def test_what_cannot_be_written_is_refused(kind, model, monkeypatch):
 
 def test_a_rank_waits_while_another_gives_the_server_its_weights(model):
     """Longer than its retries take, which are for servers that do not answer."""
-    with running_server() as (_, address):
-        wait = {"retries": 0, "retry_wait_s": 0.01}
+    with running_server(model) as (_, address):
+        wait = {"retries": 0, "retry_wait_s": 0.01, "run": "ours"}
         first, other = (ServerSampler([address], "cpu", pushes=pushes, **wait) for pushes in (True, False))
         other.update_weights(model, 1)
         pushed = threading.Timer(0.5, first.update_weights, (model, 1))
@@ -184,7 +184,7 @@ def test_a_rank_waits_while_another_gives_the_server_its_weights(model):
 
 def test_a_rank_takes_no_completions_of_another_run_of_equal_version(model):
     """As after a restart: the server still has the last run's weights when the second rank asks first."""
-    with running_server() as (_, address):
+    with running_server(model) as (_, address):
         ServerSampler([address], "cpu").update_weights(tiny_model(3), 1)
         wait = {"retries": 0, "retry_wait_s": 0.01, "run": "new"}
         first, other = (ServerSampler([address], "cpu", pushes=pushes, **wait) for pushes in (True, False))
@@ -204,7 +204,7 @@ def test_a_run_waits_for_a_server_that_starts_after_it(model):
 
     def serve() -> None:
         if not is_over.wait(0.5):
-            with running_server(port=port):
+            with running_server(model, port=port):
                 is_over.wait()
 
     late = threading.Thread(target=serve)
@@ -219,8 +219,9 @@ def test_a_run_waits_for_a_server_that_starts_after_it(model):
 
 
 def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
-    with running_server() as (_, address):
-        other = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01, pushes=False)
+    with running_server(model) as (_, address):
+        pass
+    other = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01, pushes=False)
     other.update_weights(model, 1)
     with pytest.raises(UsageError, match="none of .* answers after 1 retries"):
         other.sample(PROMPTS, 1, range(3), settings())
@@ -228,28 +229,23 @@ def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
 
 def test_two_runs_at_one_server_get_the_completions_of_their_own_weights():
     models, wait = [tiny_model(seed) for seed in (0, 1)], {"retry_wait_s": 0.01}
-    with running_server() as (service, address):
+    with running_server(models[0]) as (_, address):
         first, second = (ServerSampler([address], "cpu", **wait) for _ in models)
         first.update_weights(models[0], 1)
         alone = first.sample(PROMPTS, 1, range(3), settings())
         second.update_weights(models[1], 1)  # of the same optimizer step, so that the versions are equal
         others = second.sample(PROMPTS, 1, range(3), settings())
         again = first.sample(PROMPTS, 1, range(3), settings())
-        assert again.tokens.tolist() == alone.tokens.tolist() != others.tokens.tolist()
-        # Weights of two runs, in parts that arrive in turns, are not mixed.
-        parts = [save({name: weight.contiguous()}) for name, weight in list(models[0].state_dict().items())[:2]]
-        service.weights(parts[0], 2, False, "first", True)
-        service.weights(parts[0], 2, False, "second", True)
-        with pytest.raises(NotReadyError, match="another run sends it weights"):
-            service.weights(parts[1], 2, True, "first")
+    assert again.tokens.tolist() == alone.tokens.tolist() != others.tokens.tolist()
 
 
-def test_an_engine_that_does_not_start_is_named_when_the_run_gives_up(model):
-    def broken(spec):
+class Broken(FakeServer):
+    async def pause_generation(self, mode: str) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    with running_server(broken) as (_, address):
+
+def test_an_engine_that_fails_is_named_when_the_run_gives_up(model):
+    with running_server(model, kind=Broken) as (_, address):
         sampler = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01)
-        sampler.update_weights(model, 1)
-        with pytest.raises(UsageError, match=r"answers after 1 retries \(RuntimeError: CUDA out of memory\)"):
-            sampler.sample(PROMPTS, 1, range(3), settings())
+        with pytest.raises(UsageError, match=r"answers after 1 retries \(.*CUDA out of memory.*\); start `rl serve`"):
+            sampler.update_weights(model, 1)

@@ -1,15 +1,24 @@
 """Whole runs with vLLM: in this process, under LoRA, and behind ``rl serve``."""
 
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from rl_modules import SFT
+from rl_modules.language.sampling.remote import ServerSampler
+from rl_modules.language.sampling.teacher import ServedTeacher
+from rl_modules.language.tokenizer import load_tokenizer
 from tests.ranks import on_ranks
 from tests.rl_modules.language.test_grpo import addition, grpo
 from tests.training import fit
@@ -90,17 +99,57 @@ def test_adapters_are_merged_on_the_way_to_vllm() -> None:
     assert metrics["train/sampling/logp_difference/max"] < 1e-4
 
 
-def test_a_run_with_rl_serve_learns_as_with_the_native_sampler(native: list[float]) -> None:
-    command = [sys.executable, "-m", "recipes", "serve", "--engine", "vllm", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], str]]:
+    """A real `rl serve` of a new model: a run's options that find it, and the model's folder."""
+    folder = tmp_path_factory.mktemp("serve")
+    module = SFT(model_config=MODEL)
+    module.configure_model()
+    module.export(folder / "model")
+    command = [sys.executable, "-m", "recipes", "serve", f"--model={folder / 'model'}", "--port=0",
+               f"--token_file={folder / 'token'}", "--", "--max-model-len=128"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        assert server.stdout is not None
-        found = re.match(r"serving on (\S+) with vllm", server.stdout.readline())
-        assert found is not None
-        curve, metrics = run(sampler="vllm_server", sampler_options={"addresses": [found[1]]})
+        assert process.stdout is not None
+        found = next(filter(None, (re.search(r"^serving \S+ on (\S+); its token is in", x) for x in process.stdout)))
+        drain = threading.Thread(target=process.stdout.read, daemon=True)
+        drain.start()
+        yield {"addresses": [found[1]], "token_file": str(folder / "token")}, str(folder / "model")
     finally:
-        server.kill()
-        server.wait()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def test_a_run_with_rl_serve_learns_as_with_the_native_sampler(native: list[float], server: Any) -> None:
+    curve, metrics = run(sampler="vllm_server", sampler_options=server[0])
     assert_learned_as(curve, native)
     assert metrics["train/sampling/logp_difference/max"] < 1e-4
     assert torch.tensor(curve).isfinite().all()
+
+
+def test_a_served_run_resumes_from_its_checkpoint(server: Any, tmp_path: Path) -> None:
+    def make() -> Any:
+        return grpo(model_config=MODEL, max_completion_length=4, sampler="vllm_server", sampler_options=server[0])
+
+    first, second = make(), make()
+    fit(first, addition(), max_steps=3).save_checkpoint(tmp_path / "stopped.ckpt")
+    trainer = fit(second, addition(), tmp_path / "stopped.ckpt", max_steps=6)
+    assert trainer.global_step == 6 and second.latest_metrics["train/sampling/logp_difference/max"] < 1e-4
+
+
+def test_a_served_teacher_is_the_local_one(server: Any) -> None:
+    options, folder = server
+    sampler = ServerSampler(**options, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    sampler.update_weights(model, 1)
+    teacher = ServedTeacher(options["addresses"][0], load_tokenizer(folder), 5, options["token_file"])
+    texts, begin = [[5, 6, 7, 8, 9, 10], list(range(3, 67)), [4, 5]], [2, 1, 1]
+    ids, log_prob = teacher.likeliest(texts, begin, 99)
+    with torch.no_grad():
+        passes = [
+            model(input_ids=torch.tensor([text])).logits[0, first - 1 : -1]
+            for text, first in zip(texts, begin, strict=True)
+        ]
+    expected = torch.cat(passes).log_softmax(-1).topk(5)
+    torch.testing.assert_close(log_prob, expected.values, atol=1e-4, rtol=0)
+    assert (ids == expected.indices).float().mean() > 0.95  # equal probabilities may change places
