@@ -94,7 +94,6 @@ def make_model(
     """
     require_head(config, head)
     options: dict[str, Any] = {"dtype": getattr(torch, torch_dtype)}
-    attention_name(str(getattr(config, "_attn_implementation", None)))  # a folder's or checkpoint's config may have one
     if attn_implementation is not None:
         options["attn_implementation"] = attention_name(attn_implementation)
     if attn_implementation is None and not isinstance(model_name_or_path, PreTrainedModel):
@@ -146,16 +145,7 @@ def refuse_kernels(config: PretrainedConfig) -> None:
 
 
 def attention_name(attn_implementation: str) -> str:
-    """Returns the name in transformers of an ``attn_implementation``; ``varlen`` is registered there.
-
-    Raises:
-        UsageError: it names a repository, whose code transformers would load and run.
-    """
-    if "/" in attn_implementation:
-        raise UsageError(
-            f"attn_implementation={attn_implementation!r} is a repository of code, which is never run; give eager, "
-            "sdpa, varlen or flash_attention_2"
-        )
+    """Returns the name in transformers of an ``attn_implementation``; ``varlen`` is registered there."""
     if attn_implementation != "varlen":
         return attn_implementation
 

@@ -27,7 +27,8 @@ VLLM_PATHS = {("GET", "/health"), ("POST", "/inference/v1/generate"), ("POST", "
 MOST, WEIGHTS_S = 2**24, 3600.0
 _VERSION = re.compile(rb"version=([\w-]{1,100}:\d{1,16})")
 Message = MutableMapping[str, Any]
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class Loading:

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.integrations import hub_kernels
 
-from datamodules import InstructionDataModule, PromptDataModule
+from datamodules import PromptDataModule
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.export import export_model
@@ -322,30 +321,3 @@ def test_only_a_causal_model_may_lack_the_reward_head(directories, tmp_path):
 def test_sizes_that_the_weights_have_not_are_refused(fields, reason, directories):
     with pytest.raises(UsageError, match=reason):
         SFT(model_name_or_path=str(directories / "causal"), model_config=fields).configure_model()
-
-
-@pytest.mark.parametrize("where", ["argument", "config of a folder", "checkpoint"])
-def test_a_repository_of_kernels_is_never_loaded(where, tmp_path, monkeypatch):
-    """transformers would run its code (`org/kernel`), also where a folder's config.json or a checkpoint names it."""
-    monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", None)  # would fail if called
-    module = SFT(model_config=TINY)
-    module.configure_model()
-    folder = module.export(tmp_path / "model")
-    arguments = {"model_name_or_path": str(folder)}
-    if where == "argument":
-        arguments["attn_implementation"] = "org/kernel"
-    elif where == "config of a folder":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "org/kernel"}))
-    else:
-        path = tmp_path / "hostile.ckpt"
-        fit(module, InstructionDataModule("addition", batch_size=8, n_train=8, n_eval=0), max_steps=1)
-        module.trainer.save_checkpoint(path)
-        content = torch.load(path, weights_only=True)
-        content["hyper_parameters"]["attn_implementation"] = "org/kernel"
-        torch.save(content, path)
-        with pytest.raises(UsageError, match="attn_implementation='org/kernel' is a repository of code"):
-            SFT.load_from_checkpoint(path, weights_only=True)
-        return
-    with pytest.raises(UsageError, match="attn_implementation='org/kernel' is a repository of code"):
-        SFT(**arguments).configure_model()
