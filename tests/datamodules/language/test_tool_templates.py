@@ -274,3 +274,20 @@ def test_a_thought_that_the_prompt_s_last_message_begins_goes_on(end, content):
     (said,) = written.dialogues[0]["messages"]
     assert first.endswith("<think>\nSnow")
     assert said == {"role": "assistant", "content": content, "reasoning_content": thought}
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="TRL, of the test extra, brings the templates")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "gemma4", "llama3_1"])
+def test_two_calls_of_a_turn_are_both_answered(name):
+    """Llama's template renders one call at most, and the model may write two."""
+    tokenizer, other = tokenizer_of(name), {"name": "weather", "arguments": {"days": 4, "city": CITY}}
+    if name == "llama3_1":
+        calls = [{"name": "weather", "parameters": {"days": days, "city": CITY}} for days in (3, 4)]
+        text = "; ".join(json.dumps(call, ensure_ascii=False) for call in calls) + "<|eot_id|>"
+    else:
+        text = as_written(tokenizer, calls=[CALL, {**CALL, "id": "jklmnopqr", "function": other}])
+    written, (_, second) = dialogue(tokenizer, text, f"Cold.{tokenizer.eos_token}")
+    said, *answered, _ = written.dialogues[0]["messages"]
+    assert written.dialogues[0]["rewards"] == [0.0, 1.0]
+    assert [message["tool_call_id"] for message in answered] == [call.id for call in calls_of(said)]
+    assert second.index(weather(3, CITY)) < second.index(weather(4, CITY))
