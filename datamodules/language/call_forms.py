@@ -74,7 +74,8 @@ def _llama(text: str) -> list[Call]:
         except (ValueError, RecursionError):
             return [*calls, json_call(body[end:])]
         calls.append(call_in(value))
-        end += len(body[end:]) - len(body[end:].lstrip("; \n\t"))
+        while end < len(body) and body[end] in "; \n\t":
+            end += 1
     return calls
 
 

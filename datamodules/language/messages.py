@@ -80,8 +80,9 @@ def _part(part: Any) -> str:
     """The text of a part, ``{"type": "text", "text": …}``; of the Responses API ``input_text`` and ``output_text``."""
     if isinstance(part, str):
         return content_of(part)
-    if isinstance(part, Mapping) and str(part.get("type", "text")).endswith("text") and isinstance(part["text"], str):
-        return content_of(part["text"])
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if isinstance(text, str) and str(part.get("type", "text")).endswith("text"):
+        return content_of(text)
     raise WrongAnswer(f"gave a content with the part {shown(part)}, where text should be")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from datamodules.language.messages import valid_text
 from rl_modules.common.errors import UsageError
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -105,7 +106,7 @@ class RewardLog:
             raise ValueError(
                 f"log_extra({column!r}, …): {len(values)} values for {self.count} completions; give one each"
             )
-        self.columns.append((str(column), values))
+        self.columns.append((str(column), [valid_text(x) if isinstance(x, str) else x for x in values]))
 
 
 # ---------------------------------------------------------------- the progress of the run

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -268,7 +269,7 @@ class RewardFunctions(Stateful):
                 values = wait()
                 if inspect.isawaitable(values):
                     values = self.loop.value_of(values, self.time_limit_s)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit, CancelledError) as error:
             if n <= 1:
                 call.failures.extend((call.first + i, error) for i in range(start, stop))
                 return [math.nan] * n

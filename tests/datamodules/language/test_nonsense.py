@@ -5,6 +5,7 @@ kind of nonsense, with everything that reads dialogues afterwards.
 import asyncio
 import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from datamodules.language.call_forms import FORMS
+from datamodules.language.dialogues import transcript
+from datamodules.language.message_reader import MessageReader
 from datamodules.language.messages import WrongAnswer, content_of, messages, plain, valid_text
 from datamodules.language.prompt import PromptDataModule
+from datamodules.language.tools import Tools
 from rl_modules.language.grpo import GRPO
 from tests.datamodules.language.dialogue_cases import TEMPLATE, folder_of_tokenizer, module_of
 from tests.datamodules.language.test_turns import rollouts_of
@@ -214,6 +219,58 @@ def test_nonsense_costs_its_dialogue_at_most(ends, kind):
             assert dialogue["ended"] == "done" and dialogue["rewards"] == [0.0, 0.25, 0.25]
             assert [m["content"] for m in dialogue["messages"] if m["role"] == "user"] == [wanted, "2"]
         assert all(message for message in dialogue["messages"])
+
+
+#: What a model writes inside of the marks of a call.
+WRITTEN = {
+    "half a surrogate pair": '{"name": "echo", "arguments": {"text": "\\ud83d"}}',
+    "half a surrogate pair as name": '{"name": "\\ud83d", "arguments": {"\\udc00": 1}}',
+    "a number without end": '{"name": "echo", "arguments": {"text": 1e999}}',
+    "a number of 5,000 digits": '{"name": "echo", "arguments": {"text": ' + "9" * 5000 + "}}",
+    "no number": '{"name": "echo", "arguments": {"text": NaN}}',
+    "nested without end": '{"name": "echo", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
+    "open brackets": "[" * 100_000,
+    "control characters": '{"name": "echo\\u001b[2J", "arguments": {"text": "\\u0000"}}',
+    "arguments as a list": '{"name": "echo", "arguments": [1]}',
+    "arguments as text": '{"name": "echo", "arguments": "{\\"text\\": \\"\\\\ud83d\\"}"}',
+    "a name as a list": '{"name": ["echo"], "arguments": {}}',
+    "a list": "[1, 2]",
+    "nothing": "",
+    "ends of everything": "</think></tool_call><|im_end|>\x00",
+}
+
+
+def echo(text: str) -> str:
+    """Repeats.
+
+    Args:
+        text: Any.
+    """
+    return text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_model_writes_can_be_written_to_files_and_answered(form):
+    reader, tools = MessageReader(form, ["<|im_end|>"]), Tools([echo])
+    for inner in WRITTEN.values():
+        for text in (f"<tool_call>{inner}</tool_call>", f"<|python_tag|>{inner}", f"[TOOL_CALLS][{inner}]", inner):
+            message = reader.read(text, "", "<|im_end|>", list(tools.schemas.values()))
+            answers = tools.answer(message)
+            messages(answers)
+            talk = {"messages": [message, *answers], "error": None, "ended": "done"}
+            (transcript(talk) + json.dumps(talk, ensure_ascii=False, allow_nan=False)).encode()
+
+
+@pytest.mark.parametrize(
+    "mark", ["<tool_call>", "<think>", '{"name": "f"};', "[TOOL_CALLS]", "<|channel|>", "<|im_end|>"]
+)
+def test_marks_without_number_take_linear_time(mark):
+    """A hundred thousand took 11 s; the time is the processor's, of all forms."""
+    readers = [MessageReader(form, ["<|im_end|>"]) for form in FORMS]
+    began_s = time.process_time()
+    for reader in readers:
+        reader.read(mark * 20_000)
+    assert time.process_time() - began_s < 2.0
 
 
 def test_values_are_made_plain_and_copied():
