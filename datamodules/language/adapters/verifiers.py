@@ -7,14 +7,16 @@ environment_kwargs: {env_id: my_wordle, env_args: {max_turns: 6}}
 import asyncio
 import functools
 import json
-import queue
+import threading
 from typing import Any
+from unittest import mock
 
 from datamodules.language.calls import calls_of
 from datamodules.language.environments import Step, own_columns
 from datamodules.language.event_loop import awaited, own_loop
-from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
+
+_LOADING = threading.Lock()
 
 
 @functools.cache
@@ -24,7 +26,8 @@ def load(env_id: str, env_args: str = "{}") -> Any:
         from verifiers import load_environment
     except ImportError as error:
         raise UsageError("verifiers' environments need: pip install 'lightning-rl-recipes[verifiers]'") from error
-    return load_environment(env_id, **json.loads(env_args))
+    with mock.patch("verifiers.envs.environment.signal"):  # it takes Ctrl-C and SIGTERM, which are the run's
+        return load_environment(env_id, **json.loads(env_args))
 
 
 class VerifiersEnvironment:
@@ -44,19 +47,19 @@ class VerifiersEnvironment:
     replayable = False  # what its environment draws is not known
 
     def __init__(self, env_id: str, env_args: dict[str, Any] | None = None) -> None:
-        self.env = load(env_id, json.dumps(env_args or {}))
-        self._asked: queue.Queue[Any] = queue.Queue()
+        with _LOADING:  # one dialogue after the other
+            self.env = load(env_id, json.dumps(env_args or {}))
+        self._asked: asyncio.Queue[Any] = asyncio.Queue()
         self._said: asyncio.Queue[Any] = asyncio.Queue()
 
-    def reset(self, record: dict[str, Any]) -> list[Message]:
+    def reset(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Begins the rollout of a record with ``prompt``, a list of messages, and the environment's other columns."""
-        own_loop().start(functools.partial(self._run, {"example_id": 0, **own_columns(record)}), None)
+        self._end = own_loop().start(functools.partial(self._run, {"example_id": 0, **own_columns(record)}), None)
         return list(self._next()[0])
 
-    def step(self, message: Message) -> Step:
+    def step(self, message: dict[str, Any]) -> Step:
         """Gives the rollout the model's message."""
-        awaited(self._said.put(message))
-        return self._next()
+        return awaited(self._said.put(message)) or self._next()
 
     def close(self) -> None:
         """Ends the rollout, which can't read this message."""
@@ -64,22 +67,20 @@ class VerifiersEnvironment:
 
     def _next(self) -> Step:
         """Waits for what the rollout asks next, or for its end."""
-        found = self._asked.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        return awaited(self._asked.get()) or self._end()
 
-    async def _run(self, row: dict[str, Any]) -> None:
+    async def _run(self, row: dict[str, Any]) -> Step:
         from verifiers import Client
 
         methods = {**dict.fromkeys(Client.__abstractmethods__), "get_response": staticmethod(self.get_response)}
         try:
             state = await self.env.rollout(row, type("Policy", (Client,), methods)(None), "policy")
-            if not (error := state.get("error")):
-                await self.env.rubric.score_rollout(state)
-            self._asked.put(error or ([], state["reward"], True))
-        except BaseException as error:
-            self._asked.put(error)
+            if state.get("error") is not None:
+                raise state["error"]
+            await self.env.rubric.score_rollout(state)
+            return [], float(state["reward"]), True
+        finally:
+            self._asked.put_nowait(None)
 
     async def get_response(self, prompt: Any, tools: Any = None, **_: Any) -> Any:
         """What a client of verifiers does: returns the model's answer to a prompt."""
@@ -88,7 +89,7 @@ class VerifiersEnvironment:
         self.tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools or []]
         asked = [message.model_dump(exclude_none=True) for message in prompt]
         last = max((i for i, message in enumerate(asked) if message["role"] == "assistant"), default=-1)
-        self._asked.put((asked[last + 1 :], 0.0, False))
+        self._asked.put_nowait((asked[last + 1 :], 0.0, False))
         said = await self._said.get()
         calls = [
             types.ToolCall(id=call.id or f"call{i}", name=call.name, arguments=json.dumps(call.arguments))

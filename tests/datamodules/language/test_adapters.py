@@ -4,6 +4,7 @@ import ast
 import asyncio
 import functools
 import json
+import signal
 import socket
 import sys
 import threading
@@ -350,6 +351,26 @@ def test_an_environment_of_verifiers_runs_its_own_rollout(verifiers):
     other.reset(record)
     assert other.step(said("abcdefgh")) == ([], 0.25, True)
     other.close()
+
+
+@pytest.mark.long
+def test_dialogues_of_verifiers_share_an_environment_a_loop_and_no_signal(verifiers):
+    """Nine at once, in the threads of a run, whose signals stay its own."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    calls = EnvironmentCalls(functools.partial(VerifiersEnvironment, "countdown_environment"), 0, 60.0)
+    [record] = load("countdown_environment").get_dataset()
+
+    def ask(method, argument):
+        answers = [calls.start(number, method, argument) for number in range(9)]
+        wait(answers, None, for_all=True)
+        return [answer.value() for answer in answers]
+
+    ask("reset", dict(record))
+    assert len({id(environment.env) for environment in calls._holders[0]._made.values()}) == 1
+    assert ask("step", said("abc")) == [([{"role": "user", "content": "2 left"}], 0.0, False)] * 9
+    assert ask("step", said("de")) == [([], 1.0, True)] * 9
+    calls.stop()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.long
