@@ -1,12 +1,13 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import LazyLoader
+from datamodules.language import dialogues
 from datamodules.language.arguments import evaluate_every
 from datamodules.language.encoding import reads_alike
 from datamodules.language.loading import RecordLoading
@@ -14,6 +15,7 @@ from datamodules.language.mixture import by_source
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.reward_threads import EarlyRewards
 from datamodules.language.rewards import load_reward_funcs
 from datamodules.language.rows import joined_sequences
 from datamodules.language.tasks.answers import prompt_text, text_of, voted_answer
@@ -22,9 +24,6 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import warn_of_idle
 from rl_modules.core.state import forget_state
 from rl_modules.language.sampling import Completions
-
-if TYPE_CHECKING:
-    from datamodules.language.reward_threads import EarlyRewards
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -46,9 +45,7 @@ class LanguageDataModule(RecordLoading):
         if self.reward_funcs:
             funcs = load_reward_funcs(self.reward_funcs, self.task)
         if getattr(self, "environment", None) is not None:
-            from datamodules.language.dialogues import environment
-
-            funcs = [*funcs, environment]
+            funcs = [*funcs, dialogues.environment]
         #: Names of the sources of records, and of the evaluation sets, that have metrics of their own.
         mixed = [] if self.mixture is None else self.mixture.sources
         self.sources = list(dict.fromkeys([*mixed, *(self.eval_path if isinstance(self.eval_path, dict) else ())]))
@@ -178,9 +175,7 @@ class LanguageDataModule(RecordLoading):
         listener = None if early is None else early.on_ended
         written = self.complete(self.writer.act, records, seeds, k, on_ended=listener, **settings)
         if written.dialogues is not None:
-            from datamodules.language.dialogues import opened
-
-            records = opened(records, written, k)
+            records = dialogues.opened(records, written, k)
         self.rewards.take_notes()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
         texts = joined_sequences([record["prompt_ids"] for record in records], written, k, self._pad_id)
@@ -197,18 +192,16 @@ class LanguageDataModule(RecordLoading):
         """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments."""
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
-    def early_rewards(self, records: list[Record], num_generations: int) -> "EarlyRewards | None":
+    def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
         """What computes rewards while completions are written; None without any."""
         if not len(self.rewards):
             return None
-        from datamodules.language.reward_threads import EarlyRewards
-
         self._ready_rewards()
         self._scoring = early = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
         return early
 
     def judge(
-        self, records: list[Record], written: Any, num_generations: int, early: "EarlyRewards | None" = None
+        self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
     ) -> Batch:
         """Decodes and scores completions of P prompts: the contract's ``JudgedCompletions`` without tokens and logs."""
         k = num_generations
@@ -225,9 +218,7 @@ class LanguageDataModule(RecordLoading):
         said: list[Any] = texts
         turns: dict[str, Any] = {}
         if written.dialogues is not None:
-            from datamodules.language.dialogues import judged
-
-            texts, said, repeated, turns = judged(self.rewards, repeated, written)
+            texts, said, repeated, turns = dialogues.judged(self.rewards, repeated, written)
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, said, ids) if early is None else early.result(repeated, texts)
         if written.dialogues is not None:

@@ -79,7 +79,9 @@ def read_dataset(source: Any, config: str | None = None, split: str | None = Non
     found = open_dataset(source, config) if isinstance(source, str) else source
     import datasets
 
-    if isinstance(found, datasets.IterableDatasetDict) and split in found:
+    if isinstance(found, datasets.IterableDatasetDict):
+        if split not in found:
+            raise UsageError(f"split {split!r} is no whole split of {where}, whose streams can't be divided; name one")
         streamed = list(map(as_written, unformatted(found[split])))
         return TableRows(where, streamed), range(len(streamed))
     refuse_stream(found)

@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 from datamodules.experience import LazyLoader
+from datamodules.language import dialogues
+from datamodules.language.ahead import WrittenAhead, round_ahead, write_ahead
 from datamodules.language.arguments import named_functions
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.curriculum import Curriculum
 from datamodules.language.demonstrations import Demonstrations, demonstrations_of
+from datamodules.language.dynamic_sampling import replenished
+from datamodules.language.environments import replayable
 from datamodules.language.mixture import MixedOrder
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.reward_threads import EarlyRewards
 from datamodules.language.rollouts import store
 from datamodules.language.rows import RowLengths, cut, joined_sequences, require_rewards
 from datamodules.registered import code_of_names, code_of_settings
+from rl_modules.checkpoints import resumed_position
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows
@@ -27,7 +33,6 @@ from rl_modules.core.state import forget_state, persistent, transient
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
-    from datamodules.language.reward_threads import EarlyRewards
     from rl_modules.language.contract import CompletionLearner
 
 
@@ -36,10 +41,8 @@ def without_environment(data: Any) -> str | None:
     return "without environment; set that" if data.hparams["environment"] is None else None
 
 
-def _written_ahead(data: Any) -> Any:
+def _written_ahead(data: Any) -> WrittenAhead:
     """Returns the queue of rounds that are written ahead."""
-    from datamodules.language.ahead import WrittenAhead, write_ahead
-
     in_thread = not data.async_generations or data.policy.hparams["sampler"] == "vllm_server"
     return WrittenAhead(lambda first: write_ahead(data, first), in_thread)
 
@@ -329,8 +332,6 @@ class PromptDataModule(LanguageDataModule):
         """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
         self.rewards.take_notes()  # an evaluation's
         if self.async_generations > 0 or vars(self).get("_ahead"):  # those of the run that this one resumes
-            from datamodules.language.ahead import round_ahead
-
             rollout = round_ahead(self, n_prompts)
         else:
             rollout = self._round(n_prompts)
@@ -338,8 +339,6 @@ class PromptDataModule(LanguageDataModule):
             self._require_some_reward(rollout)
         if not self.dynamic_sampling:
             return {**rollout, **self.rewards.take_notes()}
-        from datamodules.language.dynamic_sampling import replenished
-
         return {**replenished(self, rollout, n_prompts), **self.rewards.take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
@@ -377,13 +376,11 @@ class PromptDataModule(LanguageDataModule):
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
         return self.records(places), seeds
 
-    def _as_rollout(self, records: list[Record], written: Completions, early: "EarlyRewards | None") -> dict[str, Any]:
+    def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""
         module, n_each = self.policy, self.num_generations
         if written.dialogues is not None:
-            from datamodules.language.dialogues import opened
-
-            records = opened(records, written, n_each)
+            records = dialogues.opened(records, written, n_each)
         if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
             step = torch.full_like(written.length, self.learner_trainer.global_step)
             written = replace(written, version=step)
@@ -417,9 +414,7 @@ class PromptDataModule(LanguageDataModule):
     ) -> Completions:
         if self.environment is None:
             return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
-        from datamodules.language.dialogues import complete
-
-        return complete(self, act, records, seeds, num_generations, **how)
+        return dialogues.complete(self, act, records, seeds, num_generations, **how)
 
     def _teardown(self, stage: str) -> None:
         """Cancels the rounds to write and score ahead, except those that have begun."""
@@ -442,14 +437,9 @@ class PromptDataModule(LanguageDataModule):
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
 
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
-        from rl_modules.checkpoints import resumed_position
-
-        if self.environment is not None:
-            from datamodules.language.environments import replayable
-
-            if not replayable(self.environment):
-                notice(
-                    f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
-                    "anew, in new environments"
-                )
+        if self.environment is not None and not replayable(self.environment):
+            notice(
+                f"environment={self.hparams['environment']} is not replayable: dialogues that had begun begin "
+                "anew, in new environments"
+            )
         return resumed_position(position, saved, self._layout, begun=bool(self._ahead))
