@@ -1,5 +1,6 @@
 """Replay of goals that were reached later: hindsight experience replay."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ class HindsightReplayBuffer(ReplayBuffer):
     A replaced goal is what the episode had achieved after a random later step, the transition's own among them
     (``future``), at its end (``final``), or after any of its steps (``episode``); the newest step of an episode that is
     still running counts as its end, and of an episode whose first steps were overwritten, only the remaining steps
-    count. The reward is computed anew. ``terminated`` stays, as in Stable-Baselines3.
+    count. The reward is computed anew, and so is ``terminated`` where the environment has ``compute_terminated``;
+    else it stays, as in Stable-Baselines3.
 
     Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
     """
@@ -51,9 +53,10 @@ class HindsightReplayBuffer(ReplayBuffer):
         goal_selection_strategy: str = "future",
         seed: int = 0,
         double: bool = False,
+        compute_terminated: ComputeReward | None = None,
     ) -> None:
         super().__init__(observation_space, action_space, n_envs, buffer_size, double)
-        self.compute_reward = compute_reward
+        self.compute_reward, self.compute_terminated = compute_reward, compute_terminated
         goals: Any = observation_space
         #: The smallest goal if goals are discrete, because stored goals start at 0.
         self.start = getattr(goals["desired_goal"], "start", 0)
@@ -64,6 +67,8 @@ class HindsightReplayBuffer(ReplayBuffer):
         self.to_end = torch.from_numpy(np.full(self.total, -1, np.int64))
         #: Transitions of its episode before each transition.
         self.position = torch.from_numpy(np.zeros(self.total, np.int64))
+        # Whether `compute_terminated` is not yet known to take one pair of goals only.
+        self._takes_rows = True
         # Whether the rewards of the first sample were compared with those of `compute_reward`.
         self._is_compared = False
 
@@ -110,26 +115,60 @@ class HindsightReplayBuffer(ReplayBuffer):
         place = torch.rand(len(index), generator=self.generator, dtype=torch.float64)
         if not chosen.any():
             return sample
+        given_goal = sample["observation"]["desired_goal"][chosen]
         goal = self.observation["achieved_goal"][self._reached(index[chosen], place[chosen])]
         for name in ("observation", "next_observation"):
             sample[name]["desired_goal"][chosen] = goal
-        reward = self._rewards(sample["next_observation"]["achieved_goal"][chosen], goal)
-        sample["reward"][chosen] = torch.from_numpy(reward)[:, None]
+        achieved = sample["next_observation"]["achieved_goal"][chosen]
+        sample["reward"][chosen] = torch.from_numpy(self._rewards(achieved, goal))[:, None]
+        if self.compute_terminated is not None:
+            sample["terminated"][chosen] = self._ends(achieved, goal, given_goal, sample["terminated"][chosen])
         return sample
+
+    def _ends(self, achieved: Tensor, goal: Tensor, given_goal: Tensor, terminated: Tensor) -> Tensor:
+        """Whether transitions end their episodes under replaced goals, [M]; ends that no goal explains stay."""
+        ends = torch.from_numpy(self._terminated(achieved, goal))
+        if terminated.any():
+            by_goal = self._terminated(achieved[terminated], given_goal[terminated])
+            ends[terminated] |= ~torch.from_numpy(by_goal)
+        return ends
+
+    def _terminated(self, achieved: Tensor, desired: Tensor) -> np.ndarray:
+        """``compute_terminated`` for goals as they are stored, [M, *goal] each; [M] bool."""
+        compute: Any = self.compute_terminated
+
+        def each(achieved: np.ndarray, desired: np.ndarray, infos: Sequence[dict[str, Any]]) -> Any:
+            if self._takes_rows:
+                with contextlib.suppress(Exception):
+                    found = np.asarray(compute(achieved, desired, infos))
+                    if found.shape == (len(desired),):
+                        return found
+                self._takes_rows = False  # as those of Gymnasium-Robotics: one pair of goals, one truth value
+            return [bool(compute(*row)) for row in zip(achieved, desired, infos, strict=True)]
+
+        return self._computed("compute_terminated", each, achieved, desired).astype(bool)
 
     def _rewards(self, achieved: Tensor, desired: Tensor) -> np.ndarray:
         """``compute_reward`` for goals as they are stored, [M, *goal] each; [M] float32."""
+        return self._computed("compute_reward", self.compute_reward, achieved, desired)
+
+    def _computed(self, name: str, compute: ComputeReward, achieved: Tensor, desired: Tensor) -> np.ndarray:
+        """What a method of the environment returns for goals as they are stored, [M] float32."""
         infos: list[dict[str, Any]] = [{} for _ in range(len(desired))]
         pair = achieved.numpy() + self.start, desired.numpy() + self.start
-        reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
-        is_row = reward.shape == (len(desired),)
-        if not is_row or not (np.abs(reward) <= largest(reward.dtype)).all():
-            found = "a NaN, infinite or too large reward" if is_row else f"an array of shape {reward.shape}"
-            raise UsageError(
-                f"the environment's compute_reward returned {found} for {len(desired)} goals; return one "
-                "finite reward per goal"
-            )
-        return reward
+        try:
+            found = np.asarray(compute(*pair, infos), np.float32)
+        except KeyError as error:
+            said = f"reads {error} of info, and a buffer keeps no infos"
+        else:
+            if found.shape == (len(desired),) and (np.abs(found) <= largest(found.dtype)).all():
+                return found
+            of_shape = found.shape != (len(desired),)
+            what = f"an array of shape {found.shape}" if of_shape else "a NaN, infinite or too large number"
+            said = f"returned {what} for {len(desired)} goals"
+        raise UsageError(
+            f"the environment's {name} {said}; compute one finite number per goal from the two goals alone"
+        )
 
     def _compare(self, sample: Batch) -> None:
         """Warns where the environment's own rewards are not those of ``compute_reward``, before goals are replaced."""
@@ -186,8 +225,12 @@ def check_hindsight(arguments: Any) -> None:
         raise UsageError(f"share_frames=True can't go with n_sampled_goal={k}; leave one of them out")
 
 
-def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """Returns the environment's ``compute_reward``, followed by what wrappers and ``sign_reward`` do to rewards."""
+def require_goals(
+    observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False
+) -> tuple[ComputeReward, Any]:
+    """Returns the environment's ``compute_reward``, followed by what wrappers and ``sign_reward`` do to rewards, and
+    its ``compute_terminated``; None: it has none.
+    """
     keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
     if not keys.issuperset(GOAL_KEYS):
         raise UsageError(
@@ -209,7 +252,8 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
         env = env.env
     compute: ComputeReward | None = getattr(env, "compute_reward", None)
     if compute is None:  # a vector's wrappers have none
-        compute = getattr(getattr(env, "unwrapped", env), "compute_reward", None)
+        env = getattr(env, "unwrapped", env)
+        compute = getattr(env, "compute_reward", None)
     if compute is None:
         raise UsageError(
             f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
@@ -224,4 +268,4 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
             reward = change(np.asarray(reward))
         return reward
 
-    return computed
+    return computed, getattr(env, "compute_terminated", None)

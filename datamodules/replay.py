@@ -235,11 +235,13 @@ class ReplayDataModule(ControlDataModule):
         sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
         given = self.hparams
         if given.n_sampled_goal:
-            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
+            compute_reward, ends = require_goals(
+                self.observation_space, self.example_env, self.env_name, self.sign_reward
+            )
             seed = stream_seed(self.seed, self._rank, "goals")
             strategy = given.goal_selection_strategy
             buffer: ReplayBuffer = HindsightReplayBuffer(
-                *sizes, compute_reward, given.n_sampled_goal, strategy, seed, self.norm_obs
+                *sizes, compute_reward, given.n_sampled_goal, strategy, seed, self.norm_obs, ends
             )
         elif self.share_frames:
             buffer = FrameReplayBuffer(*sizes)

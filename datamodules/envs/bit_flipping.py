@@ -30,6 +30,10 @@ class BitFlipping(gym.Env):
         """0 where all bits are those of the goal, else -1, [M] for goals [M, n_bits]."""
         return np.all(achieved_goal == desired_goal, axis=-1).astype(np.float32) - 1.0
 
+    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+        """Whether all bits are those of the goal, [M] for goals [M, n_bits]."""
+        return np.all(achieved_goal == desired_goal, axis=-1)
+
     def _observed(self) -> dict[str, np.ndarray]:
         return {"observation": self.bits.copy(), "achieved_goal": self.bits.copy(), "desired_goal": self.goal.copy()}
 

@@ -460,3 +460,56 @@ def test_rewards_that_compute_reward_does_not_give_are_named(divided: bool, recw
     warned = [str(w.message) for w in recwarn if "compute_reward returns" in str(w.message)]
     assert len(warned) == divided
     assert not divided or "100% of the transitions have such differences" in warned[0]
+
+
+def line(n: int) -> dict[str, Any]:
+    """One episode on a line: places 0 to n, the goal never reached, ended by a fall in the last step."""
+    places = torch.arange(n + 1.0)[:, None, None].expand(n + 1, 1, 3).clone()
+    seen = {"observation": places, "achieved_goal": places, "desired_goal": torch.full_like(places, -1.0)}
+    ended = torch.zeros(n, 1, dtype=torch.bool)
+    ended[-1] = True
+    return {
+        "observation": {key: x[:-1] for key, x in seen.items()},
+        "next_observation": {key: x[1:] for key, x in seen.items()},
+        "action": torch.zeros(n, 1, dtype=torch.int64), "reward": torch.zeros(n, 1), "terminated": ended,
+        "truncated": torch.zeros_like(ended), "valid": torch.ones_like(ended),
+    }  # fmt: skip
+
+
+def at_goal(achieved: np.ndarray, desired: np.ndarray, info: Any) -> bool:
+    assert achieved.shape == desired.shape == (3,)  # one pair, as Gymnasium-Robotics defines it
+    return bool((achieved == desired).all())
+
+
+@pytest.mark.parametrize("ends", [None, at_goal])
+def test_a_replaced_goal_that_is_reached_ends_the_episode(ends: Any) -> None:
+    replay = buffer(1, 20, compute_terminated=ends)
+    replay.add(line(5))
+    sample = replay.gather(replay.valid.nonzero().flatten().repeat(40))
+    after, goal = (sample["next_observation"][name][:, 0] for name in ("achieved_goal", "desired_goal"))
+    is_replaced = goal >= 0
+    reached, fell = after == goal, after == 5
+    assert 0 < int(reached.sum()) < int(is_replaced.sum())
+    assert torch.equal(sample["terminated"], fell if ends is None else reached | fell)
+
+
+def test_an_environment_s_own_end_is_known_to_the_buffer() -> None:
+    data = bits(4, n_sampled_goal=4, total_timesteps=200, learning_starts=150, buffer_size=200)
+    fit(DQN(net_arch=[8]), data)
+    replay: Any = data.replay
+    assert replay.compute_terminated is not None
+    sample = replay.gather(replay.valid.nonzero().flatten())
+    after = sample["next_observation"]
+    assert torch.equal(sample["terminated"], (after["achieved_goal"] == after["desired_goal"]).all(1))
+
+
+def test_a_reward_of_infos_is_one_sentence() -> None:
+    class Reads(BitFlipping):
+        def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+            if np.ndim(achieved_goal) > 1:
+                return np.array([one["effort"] for one in info])
+            return super().compute_reward(achieved_goal, desired_goal, info)
+
+    data = ReplayDataModule(lambda: Reads(4), n_sampled_goal=4, total_timesteps=64, learning_starts=60, eval_freq=0)
+    with pytest.raises(UsageError, match="^the environment's compute_reward reads 'effort' of info, and a buffer"):
+        fit(DQN(net_arch=[8]), data)
