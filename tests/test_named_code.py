@@ -59,9 +59,9 @@ def require_silence(folder: Path, case: Any) -> None:
     assert (folder / "seen_canary.mark").read_text() == "imported", f"{case}: a function was called"
 
 
-def values(name: str) -> Iterator[Any]:
+def values(*paths: str) -> Iterator[Any]:
     """Everything that could name code: alone, in lists, as keys and in settings."""
-    for path in ("unseen_canary:run", "unseen_canary.run", "seen_canary:run", "seen_canary.run"):
+    for path in paths:
         yield from (path, [path], {path: {}}, [{path: {"args": ["x"]}}], {"x": path}, {"x": [{"y": path}]})
         yield from (
             {"class_path": path},
@@ -170,11 +170,16 @@ def try_to_load(cls: Any, settings: dict[str, Any], source: Callable[[Path], Any
 @pytest.mark.long
 @pytest.mark.parametrize("where", ARGUMENTS)
 def test_an_import_path_in_an_argument_of_a_checkpoint_is_not_imported(where, canary):
-    cls, _ = declared()[where]
+    cls, one = declared()[where]
     name = where.partition(".")[2]
     if name in OWN_NETWORKS:  # the exception: what is no subclass of nn.Module is imported, and not called
         pytest.skip("a network of one's own")
-    for value in values(name):
+    paths = (
+        "unseen_canary:run",
+        "seen_canary.run",
+        *(() if one.code is None else ("unseen_canary.run", "seen_canary:run")),
+    )
+    for value in values(*paths):
         made = try_to_load(cls, {**basis(cls), name: value})
         require_silence(canary, (where, value))
         if made is not None and cls in (PPO, DQN, GRPO, *DATA) and value in USED:
@@ -205,7 +210,7 @@ def test_an_import_path_in_the_settings_of_what_is_registered_is_not_imported(ca
         made = try_to_load(cls, {**basis(cls), **settings})
         require_silence(canary, settings)
         # Those that load are used where only a run imports.
-        if made is not None and {"environment", "wrappers"} & {*settings} and "'unseen_canary'" in str(settings):
+        if made is not None and {"environment", "wrappers"} & {*settings} and "['seen_canary:run']" in str(settings):
             use(made)
             require_silence(canary, settings)
 
