@@ -145,7 +145,7 @@ def test_a_checkpoint_runs_nothing_wherever_it_is_and_wherever_it_says_so(
 
 def test_weights_from_a_file_bring_no_network(saved_ppo):
     model = PPO(net_arch=[8])
-    with pytest.raises(RuntimeError, match="Error.s. in loading state_dict"):  # of the network that the command gave
+    with pytest.raises(UsageError, match="holds another network"):  # than that which the command gave
         model.load_state_dict({"checkpoint_of_rank": {**saved_ppo, "reached": {"began_at": (0, 0)}}})
     assert model.hparams["features_extractor"] is None
 
