@@ -5,7 +5,8 @@ import json
 from tests import twins
 
 
-def test_each_fast_path_of_each_file_has_the_first_case_of_three_tests(tmp_path) -> None:
+def test_each_fast_path_of_each_file_has_the_first_case_of_some_tests(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(twins, "FUNCTIONS", 3)
     noted = {f"tests/a.py::test_{test}[{case}]": ["adam.adam"] for test in "vwxyz" for case in "12"}
     noted |= {"tests/a.py::test_z[2]": ["adam.adam", "scoring.tiled"], "tests/b.py::test_v": ["adam.adam"]}
     for part in range(2):  # one of each worker

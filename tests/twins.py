@@ -15,7 +15,7 @@ import pytest
 from rl_modules import fast
 
 #: Test functions of a file that the twins of one fast path run.
-FUNCTIONS = 3
+FUNCTIONS = 5
 
 
 class Notes:
