@@ -302,10 +302,12 @@ class ServerSampler(Sampler):
         if not self.pushes or is_sharded(model) or all(server.checked for server in self.servers):
             return
         for _ in self._attempts():
-            for server in self.servers:
-                if server.current and not server.checked:
+            for server in [server for server in self.servers if server.current and not server.checked]:
+                try:
                     check_engine(model, server, "vllm_server")
                     server.checked = True
+                except UNREACHABLE as error:
+                    server.leave_out(error)
             return
 
     def _bring_back(self) -> bool:
