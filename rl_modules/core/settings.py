@@ -171,8 +171,8 @@ class Setting:
         """What a number must satisfy, as the end of a sentence."""
         low, high, is_open = max(self.least, self.above), min(self.most, self.below), self.above > -math.inf
         if not math.isinf(high):
-            low, high = (f"{end:.0f}" if float(end).is_integer() else f"{end:g}" for end in (low, high))
-            return f"lie in {'(' if is_open else '['}{low}, {high}{')' if self.below < math.inf else ']'}"
+            ends = ", ".join(f"{end:.0f}" if float(end).is_integer() else f"{end:g}" for end in (low, high))
+            return f"lie in {'(' if is_open else '['}{ends}{')' if self.below < math.inf else ']'}"
         if float in self.kinds:
             of = "" if math.isinf(low) else f" above {low:g}" if is_open else f" of at least {low:g}"
             return f"be a finite number{of}"
