@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.sampling import build
-from datamodules.language.chat_template import encoder_of
 from datamodules.language.dialogues import Dialogues, Limits
 from datamodules.language.environment_calls import EnvironmentCalls
 from rl_modules.language.sampling.native import NativeSampler
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings
 from rl_modules.language.sampling.turns import by_turns, converse
+from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.tokenizer import character_tokenizer
 
 TURNS, WRITTEN, PROMPTS, GENERATIONS, SLOW_S = 4, 24, 8, 8, 0.05

@@ -15,6 +15,7 @@ from datamodules.language.reward_threads import EarlyRewards
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import Stateful, persistent
 from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling.turns import converse
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.turns import Partner
@@ -126,8 +127,6 @@ def _sample(
     """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
     module = data.policy
     if partner is not None:
-        from rl_modules.language.sampling.turns import converse
-
         return converse(module.sampler, prompts, seeds, module.settings(), partner)
     return module.sampler.sample(prompts, num_generations, seeds, module.settings())
 

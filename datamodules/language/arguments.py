@@ -8,10 +8,10 @@ import lightning as L
 
 from datamodules.experience import Experience, evaluate_on_start
 from datamodules.language.files import name_of
-from datamodules.language.notices import notice
 from datamodules.language.tasks.base import RewardFunction, Task
 from datamodules.registered import code_of_names, code_of_settings, code_of_task
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.core.settings import Converted, made, setting
 
 

@@ -9,10 +9,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from datamodules.experience import LazyLoader
 from datamodules.language import dialogues
 from datamodules.language.arguments import evaluate_every
-from datamodules.language.encoding import reads_alike
 from datamodules.language.loading import RecordLoading
 from datamodules.language.mixture import by_source
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import trainer_state
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.reward_threads import EarlyRewards
@@ -20,10 +18,12 @@ from datamodules.language.rewards import load_reward_funcs
 from datamodules.language.rows import joined_sequences
 from datamodules.language.tasks.answers import prompt_text, text_of, voted_answer
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import warn_of_idle
 from rl_modules.core.state import forget_state
 from rl_modules.language.sampling import Completions
+from rl_modules.language.text.encoding import reads_alike
 
 Record = dict[str, Any]
 Batch = dict[str, Any]

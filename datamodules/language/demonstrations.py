@@ -9,9 +9,10 @@ from torch import Tensor
 from datamodules.language.formats import as_answer
 from datamodules.language.on_demand import load_records
 from datamodules.language.sequences import Sequences
-from datamodules.language.sources import PlacedRecord, place_of, refuse
+from datamodules.language.sources import refuse
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.text.records import PlacedRecord, place_of
 
 if TYPE_CHECKING:
     from datamodules.language.prompt import PromptDataModule

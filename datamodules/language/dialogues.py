@@ -11,20 +11,20 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.language.calls import calls_of, with_call_ids
-from datamodules.language.chat_template import ChatEncoder
 from datamodules.language.environment_calls import Answer, EnvironmentCalls, wait
 from datamodules.language.environments import RunSeed, load_environment
 from datamodules.language.messages import MOST_REWARD, Message, WrongAnswer, valid_text
-from datamodules.language.notices import notice
-from datamodules.language.rendering import tools_of
 from datamodules.language.reward_arguments import TooLong
 from datamodules.language.tasks.base import Record
 from datamodules.language.turn_reader import TurnReaders
 from datamodules.language.turn_template import TurnTemplate
 from rl_modules.common.errors import UsageError, visible, what_happened
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.turns import Further
+from rl_modules.language.text.chat_template import ChatEncoder
+from rl_modules.language.text.rendering import tools_of
 
 
 @dataclass

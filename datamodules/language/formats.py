@@ -5,17 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datamodules.language.sources import (
-    TEXTS,
-    PlacedRecord,
-    as_messages,
-    as_prompt,
-    as_text,
-    refuse,
-    short,
-)
+from datamodules.language.sources import TEXTS, as_messages, as_prompt, as_text, refuse, short
 from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.language.text.records import PlacedRecord
 
 #: Columns of formats that are read otherwise, or not at all.
 _OF_OTHER_FORMATS = frozenset({"completions", "messages", "conversations", "image", "images"})

@@ -10,11 +10,11 @@ from torch import Tensor
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
 from datamodules.language.formats import as_conversation
-from datamodules.language.notices import notice
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.sequences import Sequences
 from datamodules.language.sources import refuse
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient

@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from datamodules.language.arguments import LanguageArguments
-from datamodules.language.chat_template import encoder_of
-from datamodules.language.encoding import TextEncoder
 from datamodules.language.files import only_split, open_stream, refuse_stream
 from datamodules.language.formats import as_record
 from datamodules.language.jsonl import Placed
 from datamodules.language.mixture import MixedOrder, Mixture, held_out, task_of
-from datamodules.language.notices import notice
 from datamodules.language.on_demand import EncodedRecords, Records, load_records, task_records
-from datamodules.language.sources import TEXTS, EndlessOrder, Record, fitting, place_of, refuse
+from datamodules.language.sources import TEXTS, EndlessOrder, fitting, refuse
 from datamodules.language.streaming import RecordStream
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
+from rl_modules.language.text.chat_template import encoder_of
+from rl_modules.language.text.encoding import TextEncoder
+from rl_modules.language.text.records import Record, place_of
 
 if TYPE_CHECKING:
     from rl_modules.language.contract import TextLearner, WritingLearner

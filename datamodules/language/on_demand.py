@@ -11,12 +11,13 @@ from typing import Any
 from datamodules.language.files import Rows, name_of, read_dataset, read_file
 from datamodules.language.formats import as_record
 from datamodules.language.jsonl import BLOCK, ReadByNumber
-from datamodules.language.notices import notice
-from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, place_of, short
+from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, short
 from datamodules.language.tasks import Record, Task, make_task
 from datamodules.language.tasks.base import TooFew
 from rl_modules.common.errors import UsageError, what_happened
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.text.records import place_of
 
 
 class Records(ReadByNumber[Record]):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.notices import notice
 from datamodules.language.sequences import Pairs, Sequences
 from datamodules.language.sources import fitting
 from datamodules.language.streaming import STREAM_STEPS
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.core.settings import made
 from rl_modules.core.state import persistent
 

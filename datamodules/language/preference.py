@@ -12,14 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 from datamodules.experience import LazyLoader
 from datamodules.language.base import Batch, Record
 from datamodules.language.formats import as_judgement, as_preference, decoded
-from datamodules.language.notices import notice
 from datamodules.language.on_demand import load_records
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.sequences import Pairs
-from datamodules.language.sources import NothingUsable, fitting, place_of, refuse
+from datamodules.language.sources import NothingUsable, fitting, refuse
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.core.settings import changed, fixed, made, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers
+from rl_modules.language.text.records import place_of
 
 
 class PreferenceDataModule(PassesDataModule[Pairs]):

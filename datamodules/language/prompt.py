@@ -17,7 +17,6 @@ from datamodules.language.demonstrations import Demonstrations, demonstrations_o
 from datamodules.language.dynamic_sampling import replenished
 from datamodules.language.environments import replayable
 from datamodules.language.mixture import MixedOrder
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import columns_of
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.reward_threads import EarlyRewards
@@ -26,6 +25,7 @@ from datamodules.language.rows import RowLengths, cut, joined_sequences, require
 from datamodules.registered import code_of_names, code_of_settings
 from rl_modules.checkpoints import resumed_position
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows
 from rl_modules.core.settings import made, setting

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from datamodules.language.event_loop import EventLoop, in_time
-from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import (
     LOGGING,
     RENDERED,
@@ -31,6 +30,7 @@ from datamodules.language.reward_arguments import (
     short,
 )
 from rl_modules.common.errors import UsageError, visible, what_happened
+from rl_modules.common.notices import notice
 from rl_modules.core.state import Stateful, persistent
 
 #: Seconds after which a call without a time limit is named.

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from datamodules.language.mathematics import is_equal
 from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import RewardFunction, Task
-from datamodules.language.tasks.answers import (
-    TAGS,
-    answer_of,
-    number_at_end,
-    reference_text,
-    text_of,
-    think_answer_format,
-)
+from datamodules.language.tasks.answers import answer_of, number_at_end, reference_text, text_of, think_answer_format
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
+from rl_modules.language.critics import sequence_scores
+from rl_modules.language.rereading import right_padded
+from rl_modules.language.reward_model import load_reward_model
+from rl_modules.language.text.chat_template import encoder_of
+from rl_modules.language.text.encoding import TAGS
 
 Rewards = list[float | None]
 
@@ -80,8 +79,6 @@ def math_accuracy(
     None where the reference is missing or no mathematics. What stands in ``<answer>`` tags is the completion's answer;
     without tags math-verify looks for it. What takes longer than 5 s counts as different.
     """
-    from datamodules.language.mathematics import is_equal
-
     return _compared(completions, answer, is_equal)
 
 
@@ -211,8 +208,6 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
     @functools.cache
     def loaded() -> tuple[Any, Any]:
-        from datamodules.language.chat_template import encoder_of
-        from rl_modules.language.reward_model import load_reward_model
 
         found = load_reward_model(path)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -220,8 +215,6 @@ def reward_model(path: str, name: str = "reward_model", rows: int = 64) -> Rewar
 
     @torch.no_grad()
     def score(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
-        from rl_modules.language.critics import sequence_scores
-        from rl_modules.language.rereading import right_padded
 
         judge, encoder = loaded()
         asked, (answers,) = encoder.answered(prompts, list(map(text_of, completions)))

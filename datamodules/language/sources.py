@@ -1,35 +1,21 @@
 """Checks of records of any source, an error naming their place; and their order in training."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 
-Record = dict[str, Any]
 #: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
 
 
 class NothingUsable(UsageError):
     """Raised if all records of a source or of a stream's block are left out; a stream then reads its next block."""
-
-
-class PlacedRecord(dict[str, Any]):
-    """A record with its file and line, or dataset and row, for errors; copies are plain dicts."""
-
-    def __init__(self, record: Record, place: str) -> None:
-        super().__init__(record)
-        self.place = place
-
-
-def place_of(record: Mapping[str, Any], source: str) -> str:
-    """A record's file and line, or dataset and row; where it has none, the name of its source."""
-    return record.place if isinstance(record, PlacedRecord) else source
 
 
 def refuse(place: str, column: str, what: str) -> UsageError:

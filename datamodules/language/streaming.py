@@ -8,10 +8,11 @@ import torch
 
 from datamodules.language.files import RowsFrom
 from datamodules.language.jsonl import Placed
-from datamodules.language.notices import notice
-from datamodules.language.sources import NothingUsable, Record
+from datamodules.language.sources import NothingUsable
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.text.records import Record
 
 #: Optimizer steps of an epoch of a stream, whose length is not known.
 STREAM_STEPS = 1000

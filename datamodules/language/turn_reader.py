@@ -5,10 +5,10 @@ from typing import Any
 
 from datamodules.language.call_forms import FORMS
 from datamodules.language.calls import calls_of
-from datamodules.language.chat_template import ChatEncoder, common_length
 from datamodules.language.message_reader import MessageReader
 from datamodules.language.messages import Message
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text.chat_template import ChatEncoder, common_length
 
 _THOUGHT, _ANSWER, _RESULT = "Th0ught", "Answ3r", "18 degr33s"
 _CITY = "Zurich"

@@ -4,11 +4,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from datamodules.language.chat_template import ChatEncoder, common_length
-from datamodules.language.encoding import Messages
 from datamodules.language.messages import WrongAnswer
-from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
+from rl_modules.language.text.chat_template import ChatEncoder, common_length
+from rl_modules.language.text.encoding import Messages
 
 #: Stands for what a model wrote, of which no tokens are made.
 _WRITTEN = "S3ntinel"

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.chat_template import ChatEncoder, encoder_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import on
 from rl_modules.language.architecture import max_length
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.scoring import in_parts
+from rl_modules.language.text.chat_template import ChatEncoder, encoder_of
 
 if TYPE_CHECKING:
     from rl_modules.language.policy_with_reference import PolicyWithReference

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.chat_template import encoder_of
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.core.checkpoint_file import read_checkpoint
@@ -29,6 +28,7 @@ from rl_modules.language.models import make_model
 from rl_modules.language.pairs import pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
+from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer
 
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from datamodules import InstructionDataModule
-from datamodules.language.chat_template import encoder_of
+from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.bench

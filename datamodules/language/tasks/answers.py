@@ -4,15 +4,13 @@ import re
 from typing import Any
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text.encoding import TAGS
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # A minus behind a digit or a bracket is one of a difference.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d(?:[\d,]*\d)?(?:\.\d+)?")
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-
-#: Tags of thoughts and answers.
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:

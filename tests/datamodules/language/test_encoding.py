@@ -10,11 +10,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
-from datamodules.language.chat_template import encoder_of
 from datamodules.language.formats import as_conversation, as_judgement, as_preference
 from datamodules.language.preference import mismatched
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import fit
 

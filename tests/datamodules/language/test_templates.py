@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language import rendering
-from datamodules.language.chat_template import encoder_of
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text.chat_template import encoder_of
 
 FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(FOUND.origin).parent / "chat_templates" if FOUND is not None else Path("none")

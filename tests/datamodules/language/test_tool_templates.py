@@ -8,7 +8,6 @@ import pytest
 from tokenizers import AddedToken
 
 from datamodules.language.calls import calls_of
-from datamodules.language.chat_template import encoder_of
 from datamodules.language.dialogues import Dialogues, Limits
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.tools import ToolEnvironment
@@ -16,6 +15,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.protocol import SamplingSettings
 from rl_modules.language.sampling.rows import completions_of
 from rl_modules.language.sampling.turns import by_turns
+from rl_modules.language.text.chat_template import encoder_of
 from tests.datamodules.language.test_templates import TEMPLATES, byte_tokenizer
 from tests.datamodules.language.test_turn_templates import tokenizer_of
 

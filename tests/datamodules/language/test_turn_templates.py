@@ -7,7 +7,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.language.chat_template import encoder_of
 from datamodules.language.dialogues import Dialogues, Limits
 from datamodules.language.environment_calls import EnvironmentCalls
 from datamodules.language.turn_template import TurnTemplate
@@ -15,6 +14,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.protocol import SamplingSettings
 from rl_modules.language.sampling.rows import completions_of
 from rl_modules.language.sampling.turns import by_turns
+from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.datamodules.language.test_templates import FOLDER, FOR_PARTS, TEMPLATES, byte_tokenizer
 

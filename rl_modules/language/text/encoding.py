@@ -5,11 +5,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.notices import notice
-from datamodules.language.sources import place_of
-from datamodules.language.tasks.answers import TAGS
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
+from rl_modules.language.text.records import place_of
 from rl_modules.language.tokenizer import tokenizer_to_dict
+
+#: Tags of thoughts and answers.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.language.control_tokens import ControlTokens
-from datamodules.language.encoding import Messages, TextEncoder
-from datamodules.language.notices import notice
-from datamodules.language.rendering import render
-from datamodules.language.sources import place_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.notices import notice
+from rl_modules.language.text.control_tokens import ControlTokens
+from rl_modules.language.text.encoding import Messages, TextEncoder
+from rl_modules.language.text.records import place_of
+from rl_modules.language.text.rendering import render
 
 #: Characters that a message about a difference shows.
 _SHOWN = 20

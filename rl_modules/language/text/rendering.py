@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from datamodules.language.encoding import Messages
-from datamodules.language.template_trial import LIMIT_MB, LIMIT_S, is_bounded
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text.encoding import Messages
+from rl_modules.language.text.template_trial import LIMIT_MB, LIMIT_S, is_bounded
 
 #: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
 TEMPLATE_LIMIT_S = 5.0

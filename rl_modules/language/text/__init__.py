@@ -1,0 +1,1 @@
+"""Texts: chat templates rendered, tried and encoded as tokens."""
