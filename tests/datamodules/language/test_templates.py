@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language import rendering
 from rl_modules.common.errors import UsageError
+from rl_modules.language.text import rendering
 from rl_modules.language.text.chat_template import encoder_of
 
 FOUND = importlib.util.find_spec("trl")
