@@ -207,7 +207,7 @@ class LanguageDataModule(RecordLoading):
         k = num_generations
         if not self._warned_of_texts:
             self._warned_of_texts = True
-            self.encoder.note_completions(self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
+            self.encoder.note_completions(self.source, self.writer.settings().eos_token_id)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         if written.dialogues is None and len(self.rewards) and not self._warned_of_special:

@@ -177,8 +177,8 @@ class ChatEncoder(TextEncoder):
         _, _, rest = (self._end() or "").partition(str(self.tokenizer.eos_token))
         return self._tokens([rest], False, note=False)[0] if rest else []
 
-    def note_completions(self, source: str, stops: Collection[int], are_scored: bool) -> None:
-        """Reports an end of turn that ends no completion (``stops`` do), too."""
+    def note_completions(self, source: str, stops: Collection[int]) -> None:
+        """Reports an end of turn that ends no completion; ``stops`` do."""
         if self.chats and (end := self.unknown_end(stops)) is not None:
             known = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(list(stops))))
             notice(
@@ -186,7 +186,6 @@ class ChatEncoder(TextEncoder):
                 "the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to eos_token_id "
                 "in generation_config.json"
             )
-        super().note_completions(source, stops, are_scored)
 
     def note_demonstrations(self, source: str) -> bool:
         """Reports a chat template that ends answers without the EOS token; returns whether it is one."""

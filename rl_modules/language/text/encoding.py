@@ -68,14 +68,8 @@ class TextEncoder:
         """A prompt as text, or as the messages for the chat template."""
         return prompt
 
-    def note_completions(self, source: str, stops: Collection[int], are_scored: bool) -> None:
-        """Reports tags of thoughts and answers that are special tokens, which the texts of completions leave out."""
-        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        if are_scored and (tags := [tag for tag in TAGS if tag in special]):
-            notice(
-                f"{source}: {', '.join(tags)} are special tokens, which the texts of completions leave out, so that "
-                "no reward function sees them; add them as tokens that are not special"
-            )
+    def note_completions(self, source: str, stops: Collection[int]) -> None:
+        """Reports that completions end otherwise than a chat template writes; without one, nothing."""
 
     def note_left_out(self, source: str, completions: Sequence[Sequence[int]]) -> bool:
         """Reports special tokens within completions, which their texts leave out; returns whether there are any."""

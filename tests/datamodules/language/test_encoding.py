@@ -314,7 +314,7 @@ def test_what_completions_do_not_end_with_and_rewards_do_not_see_is_said_once(is
     assert len(told) == (2 if is_special else 0)
     if is_special:
         assert "end with '<eos>', and not with '<|im_end|>'" in told[0]
-        assert "<think>, </think> are special tokens" in told[1]
+        assert "completions have the special tokens" in told[1]
 
 
 def test_a_prompt_may_speak_of_a_tag_that_the_chat_template_writes():
