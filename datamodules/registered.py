@@ -8,8 +8,8 @@ from typing import Any
 
 from gymnasium import wrappers as gymnasiums
 
+from rl_modules.common.loading import name_of
 from rl_modules.common.named_code import is_path, named_code, named_modules, parts_of
-from rl_modules.common.stored_arguments import name_of
 
 #: Before the name of one of reasoning-gym's datasets.
 REASONING_GYM = "reasoning_gym:"

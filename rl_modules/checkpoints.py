@@ -8,9 +8,10 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import name_of
 from rl_modules.common.modules import tree_map
 from rl_modules.common.spaces import SPACES, space_from_dict, space_to_dict
-from rl_modules.common.stored_arguments import name_of, settings_of
+from rl_modules.common.stored_arguments import settings_of
 from rl_modules.contract import Statistics
 from rl_modules.core.checkpoint import load_run, save_run
 from rl_modules.core.checkpoint_file import read_checkpoint

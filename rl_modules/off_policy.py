@@ -13,8 +13,8 @@ from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import name_of
 from rl_modules.common.seeding import generator_of
-from rl_modules.common.stored_arguments import name_of
 from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
 from rl_modules.core.settings import Converted, made, setting

@@ -1,6 +1,6 @@
 """Running episodes of a checkpoint: repeated from their seeds and actions, or begun anew."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
@@ -10,8 +10,11 @@ from datamodules.envs.episodes import LONGEST
 from rl_modules.common.modules import tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays
 
+if TYPE_CHECKING:
+    from datamodules.collector import Collector
 
-def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> None:
+
+def resume_episodes(collector: "Collector", running: list[dict[str, Any]] | None) -> None:
     """Continues the episodes of a collector whose other state is loaded; None: the environments had failed."""
     everywhere = np.ones(collector.envs.num_envs, bool)
     interrupted = "the checkpoint was written by an error or interrupt while it stepped"
@@ -33,7 +36,7 @@ def resume_episodes(collector: Any, running: list[dict[str, Any]] | None) -> Non
         _begin_anew(collector, elsewhere, "repeating its episode from seed and actions led elsewhere")
 
 
-def _begin_anew(collector: Any, which: np.ndarray, why: str) -> None:
+def _begin_anew(collector: "Collector", which: np.ndarray, why: str) -> None:
     rank_zero_warn(
         f"{collector.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because "
         f"{why}; from here on the run differs from one that was never stopped."

@@ -18,6 +18,7 @@ from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.turns import converse
 
 if TYPE_CHECKING:
+    from datamodules.language.prompt import PromptDataModule
     from rl_modules.language.sampling.turns import Partner
 
 Record = dict[str, Any]
@@ -81,7 +82,7 @@ class WrittenAhead(Stateful):
 # ---------------------------------------------------------------- a prompt datamodule's rounds
 
 
-def round_ahead(data: Any, n_prompts: int) -> dict[str, Any]:
+def round_ahead(data: PromptDataModule, n_prompts: int) -> dict[str, Any]:
     """Returns a round that was written while earlier generations trained, and asks for further ones."""
     if not hasattr(data.policy, "correction"):
         raise UsageError(
@@ -102,7 +103,7 @@ def round_ahead(data: Any, n_prompts: int) -> dict[str, Any]:
     return data._as_rollout(records, written, early)
 
 
-def write_ahead(data: Any, first: int) -> Completions:
+def write_ahead(data: PromptDataModule, first: int) -> Completions:
     """Writes a round with the sampler's weights; one of this process is scored from then on."""
     places = range(first, first + data.generation_size // data.num_generations)
     records, seeds = data._asked(places)
@@ -122,7 +123,11 @@ def write_ahead(data: Any, first: int) -> Completions:
 
 
 def _sample(
-    data: Any, prompts: Any, seeds: Sequence[int], num_generations: int = 1, partner: Partner | None = None
+    data: PromptDataModule,
+    prompts: Any,
+    seeds: Sequence[int],
+    num_generations: int = 1,
+    partner: Partner | None = None,
 ) -> Completions:
     """Writes with the weights that the sampler has, as ``act`` does with the present ones."""
     module = data.policy
@@ -131,7 +136,7 @@ def _sample(
     return module.sampler.sample(prompts, num_generations, seeds, module.settings())
 
 
-def judging(data: Any, first: int, records: list[Record], written: Completions) -> EarlyRewards:
+def judging(data: PromptDataModule, first: int, records: list[Record], written: Completions) -> EarlyRewards:
     """The rewards of a round of this process; after a resume computed again, with the state at its writing."""
     early, state = data._early.pop(first, None), data._states.pop(first, None)
     if early is None:
@@ -144,7 +149,7 @@ def judging(data: Any, first: int, records: list[Record], written: Completions) 
     return early
 
 
-def without_stale(data: Any, records: list[Record], seeds: list[int], written: Completions) -> Completions:
+def without_stale(data: PromptDataModule, records: list[Record], seeds: list[int], written: Completions) -> Completions:
     """Writes the groups again whose weights are more than ``async_generations`` generations old."""
     assert written.version is not None
     n_each, module = data.num_generations, data.policy

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -25,6 +25,9 @@ from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.turns import Further
 from rl_modules.language.text.chat_template import ChatEncoder
 from rl_modules.language.text.rendering import tools_of
+
+if TYPE_CHECKING:
+    from datamodules.language.prompt import PromptDataModule
 
 
 @dataclass
@@ -317,7 +320,7 @@ def _completions(rows: list[Row], going: list[Row], written: Completions | None,
 
 
 def complete(
-    data: Any,
+    data: "PromptDataModule",
     act: Callable[..., Completions],
     records: Sequence[Record],
     seeds: Sequence[int],
@@ -326,6 +329,7 @@ def complete(
 ) -> Completions:
     """Writes dialogues of records' prompts with the datamodule's environment."""
     how.pop("on_ended", None)
+    assert data.environment is not None
     settings = data.policy.settings(**how)
     if data._dialogues is None or data._dialogues.encoder is not data.encoder:
         if isinstance(getattr(data.trainer, "strategy", None), ModelParallelStrategy):

@@ -1,7 +1,7 @@
 """Dynamic sampling: new prompts replace groups of completions whose rewards are all equal (DAPO, arXiv:2503.14476)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from datamodules.language.rows import RowLengths, cut
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import on
 
+if TYPE_CHECKING:
+    from datamodules.language.prompt import PromptDataModule
 
-def replenished(data: Any, rollout: dict[str, Any], n_prompts: int) -> dict[str, Any]:
+
+def replenished(data: "PromptDataModule", rollout: dict[str, Any], n_prompts: int) -> dict[str, Any]:
     """Returns as many groups, those with a signal first, and the share of groups that lack one as ``missing``."""
     if rollout["reward"].ndim > 1:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.notices import notice
 from rl_modules.core.settings import made
 from rl_modules.core.state import persistent
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
 
 Table = TypeVar("Table", Sequences, Pairs)
 
@@ -174,7 +178,7 @@ def whole_steps(n: int, step: int) -> int:
     return max(1, n // step)
 
 
-def announce_rest(trainer: Any, n: int, step: int, fate: str) -> None:
+def announce_rest(trainer: "Trainer | None", n: int, step: int, fate: str) -> None:
     """Reports if a pass leaves out a tenth of the records or more, or repeats some in a step, in a run of epochs."""
     if (getattr(trainer, "max_epochs", None) or -1) <= 0:
         return

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from rl_modules.language.contract import CompletionLearner
 
 
-def without_environment(data: Any) -> str | None:
+def without_environment(data: "PromptDataModule") -> str | None:
     """Says that an argument of dialogues is idle in a run of single turns."""
     return "without environment; set that" if data.hparams["environment"] is None else None
 
 
-def _written_ahead(data: Any) -> WrittenAhead:
+def _written_ahead(data: "PromptDataModule") -> WrittenAhead:
     """Returns the queue of rounds that are written ahead."""
     in_thread = not data.async_generations or data.policy.hparams["sampler"] == "vllm_server"
     return WrittenAhead(lambda first: write_ahead(data, first), in_thread)

@@ -4,12 +4,16 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from datamodules.language.messages import valid_text
 from rl_modules.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
 
 Parameters = Mapping[str, inspect.Parameter]
 #: Arguments by which a reward function logs.
@@ -129,7 +133,7 @@ class TrainerState:
     log_history: list[dict[str, float]] = field(default_factory=list)
 
 
-def trainer_state(trainer: Any, epoch: float) -> TrainerState:
+def trainer_state(trainer: "Trainer | None", epoch: float) -> TrainerState:
     """The state of a Lightning trainer; zeros where there is none."""
     if trainer is None:
         return TrainerState()

@@ -19,14 +19,20 @@ from torch import nn
 from datamodules.language.mathematics import is_equal
 from datamodules.language.reward_calls import RewardFunctions, function_name
 from datamodules.language.tasks import RewardFunction, Task
-from datamodules.language.tasks.answers import answer_of, number_at_end, reference_text, text_of, think_answer_format
+from datamodules.language.tasks.answers import (
+    TAGS,
+    answer_of,
+    number_at_end,
+    reference_text,
+    text_of,
+    think_answer_format,
+)
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.rereading import right_padded
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.text.chat_template import encoder_of
-from rl_modules.language.text.encoding import TAGS
 
 Rewards = list[float | None]
 

@@ -80,3 +80,9 @@ def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what
     ]
     if missing:
         raise UsageError(f"{what} needs {', '.join(missing)}")
+
+
+def name_of(value: Any) -> str:
+    """``package.name`` of a function or class, or of an object's class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

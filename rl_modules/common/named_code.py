@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.stored_arguments import name_of
+from rl_modules.common.loading import name_of
 
 #: Names that transformers reads as a repository of kernels.
 _KERNEL = re.compile(r".*/.*", re.DOTALL)

@@ -70,9 +70,3 @@ def is_storable(value: Any) -> bool:
     except Exception:  # whatever the object's own pickling raises
         return False
     return True
-
-
-def name_of(value: Any) -> str:
-    """``package.name`` of a function or class, or of an object's class."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"

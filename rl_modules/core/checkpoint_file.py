@@ -18,7 +18,8 @@ from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from rl_modules.common.arguments import plain
 from rl_modules.common.errors import UsageError
 from rl_modules.common.foreign_names import refuse_foreign_call
-from rl_modules.common.stored_arguments import building, is_storable, name_of, settings_of
+from rl_modules.common.loading import name_of
+from rl_modules.common.stored_arguments import building, is_storable, settings_of
 from rl_modules.core.settings import Declared, takes_own_arguments
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from torch import nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.foreign_names import refuse_foreign_call
-from rl_modules.common.stored_arguments import is_storable, name_of
+from rl_modules.common.loading import name_of
+from rl_modules.common.stored_arguments import is_storable
 
 
 def known_annotations(cls: type) -> dict[str, Any]:

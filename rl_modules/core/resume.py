@@ -28,7 +28,7 @@ def count_step(trainer: L.Trainer) -> None:
     progress.increment_completed()
 
 
-def uncount_step(trainer: Any) -> None:
+def uncount_step(trainer: L.Trainer) -> None:
     """Takes back a step of automatic optimization that was skipped, before Lightning counts it."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     for progress in (steps.total, steps.current):

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.common.loading import load_object
+from rl_modules.common.loading import load_object, name_of
 from rl_modules.common.named_code import is_path
-from rl_modules.common.stored_arguments import name_of
 
 if TYPE_CHECKING:
     from rl_modules.language.grpo import GRPO

@@ -4,7 +4,9 @@ import re
 from typing import Any
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.text.encoding import TAGS
+
+#: Tags of thoughts and answers.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 # An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

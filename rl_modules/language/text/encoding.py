@@ -10,9 +10,6 @@ from rl_modules.common.notices import notice
 from rl_modules.language.text.records import place_of
 from rl_modules.language.tokenizer import tokenizer_to_dict
 
-#: Tags of thoughts and answers.
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
 Messages = list[dict[str, Any]]
