@@ -92,9 +92,11 @@ def _end_processes(envs: Any) -> None:
 
 def raise_in_one_sentence(envs: Any, name: str, error: BaseException) -> NoReturn:
     """Names the process that died instead of its broken pipe, or the line that raised."""
-    if isinstance(error, UsageError):
-        raise error
     processes = getattr(envs, "processes", [])
+    if isinstance(error, UsageError):
+        if processes:
+            close(envs, name)  # Gymnasium has dropped the pipe of the one that raised
+        raise error
     died = isinstance(error, EOFError | BrokenPipeError | ConnectionResetError)
     dead = []
     for i, process in enumerate(processes if died else ()):
