@@ -1018,7 +1018,7 @@ python("RLOO(loss_type=…)", lambda p: RLOO(loss_type="dapo"), "RLOO sets loss_
 python("GRPO's rewards in the module", lambda p: GRPO(reward_funcs=[len]), "reward_funcs", "PromptDataModule")
 python("preferences without a source", lambda p: PreferenceDataModule(), "task, path and dataset")
 python("chat template that loops", lambda p: with_template("{% for i in range(99999) %}{% for j in range(99999) %}"
-       "{% endfor %}{% endfor %}"), "chat template of a/folder", "5 s", "another template")  # fmt: skip
+       "{% endfor %}{% endfor %}"), "chat template of a/folder", "2 s of processor time", "another template")  # fmt: skip
 python("chat template without the answer", lambda p: with_template("{{ messages[0].content }}"), "leaves out the content",
        "another|a template that renders it")  # fmt: skip
 python("chat template that rewrites the prompt", lambda p: with_template(
