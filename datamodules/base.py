@@ -19,7 +19,7 @@ from datamodules.envs.imported import EnvId
 from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, as_vector
 from datamodules.evaluation import Watch, has_time_limit, run_episodes, sampling_from, schedule_evaluations
-from datamodules.experience import Experience, LazyLoader
+from datamodules.experience import ExperienceDataModule, LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
 from datamodules.tensor_collector import TensorCollector
@@ -38,7 +38,7 @@ def _without_norm(switch: str) -> Any:
     return lambda self: None if getattr(self, switch) else f"while {switch} is false; set that to true"
 
 
-class ControlDataModule(Experience):
+class ControlDataModule(ExperienceDataModule):
     """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage."""
 
     #: Kind of experience: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.

@@ -52,7 +52,7 @@ class LazyLoader:
             yield batch
 
 
-class Experience(HasParts, Declared, L.LightningDataModule):
+class ExperienceDataModule(HasParts, Declared, L.LightningDataModule):
     """What an algorithm learns from; a subclass adds ``train_dataloader`` and the seed of all random streams."""
 
     #: Kind of experience, which an algorithm states too.

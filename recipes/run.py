@@ -31,7 +31,7 @@ LOCK = "run.lock"
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """A run's folder and its checkpoint; None if the run was stopped before it wrote one."""
 
     folder: Path
@@ -46,7 +46,7 @@ def run_name(algorithm: str, settings: Any, otherwise: str) -> str:
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
-def begin(trainer: "Trainer", name: str, run: Run | None = None) -> tuple[list[Path], Path | None]:
+def begin(trainer: "Trainer", name: str, run: SavedRun | None = None) -> tuple[list[Path], Path | None]:
     """Gives a run its folder, at once; returns the folders that are its own, and the one on this machine's disk."""
     made, placed = number_alike(trainer), place_without_logger(trainer, name, run)
     logger = trainer.loggers[0] if trainer.loggers else None
@@ -111,7 +111,7 @@ def require_own_folder(trainer: L.Trainer, ckpt_path: str | None) -> None:
         )
 
 
-def place_without_logger(trainer: "Trainer", name: str, run: Run | None = None) -> Path | None:
+def place_without_logger(trainer: "Trainer", name: str, run: SavedRun | None = None) -> Path | None:
     """Gives a run without a logger a numbered folder of its own."""
     checkpoints = Checkpoints.of(trainer)
     writes = checkpoints is not None and checkpoints.writes and not getattr(trainer, "fast_dev_run", False)
@@ -133,7 +133,7 @@ def _new_folder(parent: Path) -> Path:
     return parent / f"version_{_claimed(parent, number)}"
 
 
-def continue_folder(run: Run, checkpoint: dict[str, Any] | None, trainer: Any) -> None:
+def continue_folder(run: SavedRun, checkpoint: dict[str, Any] | None, trainer: Any) -> None:
     """Prepares the folder of a resumed run: its curves end at the checkpoint, its config is not written again."""
     if run.checkpoint is None and trainer.is_global_zero:
         print(f"{run.folder} has no checkpoint yet: its run starts again")

@@ -52,7 +52,7 @@ class Trainer(L.Trainer):
         self.evaluates, self.resumes = evaluate, resume
         #: The name and the earlier run that the command line has found; None: those of model, data and ``resume``.
         self.run_name: str | None = None
-        self.resumed: run.Run | None = None
+        self.resumed: run.SavedRun | None = None
         #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
         self.was_stopped = False
         given = arguments.pop("callbacks", None) or []
@@ -174,7 +174,7 @@ class Trainer(L.Trainer):
             saved_runs.require_optimizer(checkpoint, path)
             if self.is_global_zero:
                 saved_runs.announce(checkpoint, path, model, data)
-        self.resumed = run.Run(folder, path)
+        self.resumed = run.SavedRun(folder, path)
         run.continue_folder(self.resumed, checkpoint, self)
         return path
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import lightning as L
 
-from datamodules.experience import Experience, evaluate_on_start
+from datamodules.experience import ExperienceDataModule, evaluate_on_start
 from datamodules.language.files import name_of
 from datamodules.language.tasks.base import RewardFunction, Task
 from datamodules.registered import code_of_names, code_of_settings, code_of_task
@@ -56,7 +56,7 @@ _SOURCES_OF = {
 }
 
 
-class LanguageArguments(Experience):
+class LanguageArguments(ExperienceDataModule):
     """The arguments of the language datamodules, and the checks of one against another."""
 
     #: Columns that training records must have, and held-out ones.

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.curves import log_folder
-from recipes.callbacks.optimizer_settings import apply_changes, settings_of
+from recipes.callbacks.optimizer_settings import apply_changes, optimizer_settings
 from recipes.callbacks.progress import ProgressLines
 from recipes.callbacks.stops import FiniteCheck
 from recipes.signals import (
@@ -169,7 +169,7 @@ class Checkpoints(ModelCheckpoint):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The optimizers are new here; Lightning loads a checkpoint's state into them after this hook.
-        self._settings = settings_of(trainer)
+        self._settings = optimizer_settings(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rl_modules.common.errors import UsageError
 
 
-def settings_of(trainer: L.Trainer) -> dict[str, Any]:
+def optimizer_settings(trainer: L.Trainer) -> dict[str, Any]:
     """Returns the settings of newly created optimizers and schedulers, as plain data for a checkpoint."""
     return {
         "optimizers": [

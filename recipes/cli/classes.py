@@ -97,7 +97,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 # ---------------------------------------------------------------- their arguments
 
 
-def settings_of(cls: Any) -> Mapping[str, Setting]:
+def declared_arguments(cls: Any) -> Mapping[str, Setting]:
     """The arguments of a class as settings: as it declares them, or by the annotations of its constructor."""
     if declared := getattr(cls, "declared_settings", None):
         return declared
@@ -122,7 +122,7 @@ def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], 
             known = known_classes(name)
             if name in NAMES_CLASSES and isinstance(path, str) and ("." in path or (known and path not in known)):
                 load_object(path, place, known)  # raises what is wrong in the name, or in the user's file
-        setting = settings_of(owners[group]).get(name) if name and not deeper else None
+        setting = declared_arguments(owners[group]).get(name) if name and not deeper else None
         if setting is not None and ({*setting.kinds} <= _NUMBERS or setting.check is not None):
             setting.checked(place.replace(".init_args", ""), value)
     if missing := next((group for group in PACKAGES if group not in chosen), None):

@@ -332,19 +332,19 @@ def short_help(command: str, chosen: Mapping[str, type], topic: str = "") -> str
 
 def _groups(cls: type) -> dict[str, list[str]]:
     """Names of a class's arguments by group."""
-    from recipes.cli.classes import settings_of
+    from recipes.cli.classes import declared_arguments
 
     found: dict[str, list[str]] = {}
-    for name in (name for name in settings_of(cls) if name not in ("description", "self")):
+    for name in (name for name in declared_arguments(cls) if name not in ("description", "self")):
         owner = [base for base in cls.__mro__ if name in getattr(base, "declared_settings", ())] or [cls]
         found.setdefault(GROUP_NAMES.get(owner[-1].__name__, owner[-1].__name__), []).append(name)
     return found
 
 
 def _section(group: str, cls: type, topic: str) -> list[str]:
-    from recipes.cli.classes import settings_of
+    from recipes.cli.classes import declared_arguments
 
-    settings, groups = settings_of(cls), _groups(cls)
+    settings, groups = declared_arguments(cls), _groups(cls)
     if topic:
         names = groups.get(topic) or [name for name, x in settings.items() if topic in f"{name} {x.says}"]
         return [

@@ -10,7 +10,7 @@ import torch
 from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from recipes.run import LOGS, Run, run_name
+from recipes.run import LOGS, SavedRun, run_name
 from recipes.saved_runs import NAMES, changed_at, find, newest_run, read, read_newest_whole, require_optimizer
 from rl_modules.common.errors import UsageError
 
@@ -68,7 +68,7 @@ def drawn_seed() -> int:
 
 def find_checkpoint(
     config: Any, command: str, arguments: list[str], lock: Callable[[Path], Any]
-) -> tuple[dict[str, Any] | None, Run | None]:
+) -> tuple[dict[str, Any] | None, SavedRun | None]:
     """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written."""
     given = config.get("ckpt_path")
     if command == "fit" and given is None:
@@ -98,7 +98,7 @@ def find_checkpoint(
         config["ckpt_path"] = str(taken)
     if command == "fit":
         require_optimizer(checkpoint, given)
-    return checkpoint, None if resumed is None else Run(resumed.folder, taken)
+    return checkpoint, None if resumed is None else SavedRun(resumed.folder, taken)
 
 
 def is_found_again(config: Any) -> bool:
@@ -126,7 +126,7 @@ def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
         config["resume"] = folder.is_dir()
 
 
-def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | None]:
+def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, SavedRun | None]:
     """Returns the newest run's checkpoint of that name, and for ``fit`` the run, whose folder the logger gets."""
     folder = _run_folder(config)
     found = None if folder is None else find(folder, name)
@@ -140,7 +140,7 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, Run | N
     logger = _logger(config)
     if hasattr(logger, "init_args"):
         logger.init_args.version = folder.name
-    return found, Run(folder, found)
+    return found, SavedRun(folder, found)
 
 
 def _run_folder(config: Any) -> Path | None:
