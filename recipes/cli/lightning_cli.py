@@ -23,7 +23,7 @@ from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
 from recipes.cli.options import arguments_of
-from recipes.run import continue_folder, held, require_own_folder
+from recipes.run import SavedRun, continue_folder, held, require_own_folder
 from recipes.signals import Stopped, end_at_sigterm
 from recipes.terminal import is_of_users_code, wait_for
 from recipes.trainer import Trainer
