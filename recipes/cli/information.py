@@ -141,7 +141,10 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "all trials. A trial trains in one process. The same command resumes a stopped sweep, and several at "
         "once share the trials.",
         {
-            "file": {"metavar": "FILE", "help": "names a config and ranges of its arguments"},
+            "file": {
+                "metavar": "FILE",
+                "help": "names a config and ranges of its arguments; a config alone takes its algorithm's ranges",
+            },
             "--n_trials": {
                 "metavar": "N",
                 "help": "number of trials, also to extend a finished sweep; default: the file's, or 50",

@@ -33,7 +33,7 @@ def sweep_command(words: list[str]) -> None:
     """Runs or resumes the sweep that ``words`` name: its file, and arguments for all runs."""
     if not words or words[0].startswith("-"):
         raise UsageError(
-            "sweep takes a file, as in `rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50`; got "
+            "sweep takes a file or a config, as in `rl sweep ppo/cartpole.yaml --n_trials 50`; got "
             f"{' '.join(words) or 'none'}"
         )
     sweep = read(words[0], words[1:])

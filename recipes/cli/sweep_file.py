@@ -1,6 +1,7 @@
 """Reads the file of a sweep: which arguments are searched, in which ranges, and how a trial is judged."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from lightning.pytorch.core.mixins import HyperparametersMixin
 
 from recipes import configs
 from recipes.cli.options import options_in
+from recipes.cli.sweep_spaces import SPACES
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.core.settings import Declared, setting
 
@@ -18,6 +20,7 @@ KINDS = {
     "log": "two positive numbers, the smaller first, as in {log: [1e-4, 1e-2]}",
     "int": "two whole numbers, the smaller first, as in {int: [1, 10]}",
     "log_int": "two whole numbers from 1 up, the smaller first, as in {log_int: [16, 1024]}",
+    "pow2": "two powers of two, the smaller first, as in {pow2: [16, 256]}",
     "values": "a list of at least one value, as in {values: [64, 128]}",
 }
 
@@ -65,7 +68,10 @@ def check_configs(name: str, given: Any) -> list[str]:
 def check_search(name: str, given: Any) -> Any:
     """Refuses what does not map arguments to ranges."""
     if not isinstance(given, dict) or not given:
-        raise UsageError(f"{name}={given!r} must map arguments to ranges, as in model.gamma: {{uniform: [0.9, 0.99]}}")
+        raise UsageError(
+            f"{name}={given!r} must map arguments to ranges, as in model.gamma: {{uniform: [0.9, 0.99]}}; only "
+            f"{', '.join(SPACES)} have default ranges"
+        )
     for argument, value in given.items():
         read_range(f"{name}.{argument}", value)
     return given
@@ -116,12 +122,16 @@ def read(name: str, words: list[str]) -> Sweep:
     """Reads a sweep's file; ``words`` are options of its runs, and perhaps ``--n_trials``."""
     path = configs.find(name)
     content, arguments = configs.checked(path), []
+    if "model" in content:  # a config alone
+        content = {"config": name}
     for option, value, own in options_in(words):
         if option == "--n_trials":
             content["n_trials"] = int(value) if value.isdigit() else value
         else:
             arguments += own
     try:
+        if "search" not in content:
+            content["search"] = default_space(check_configs("config", content.get("config")))
         sweep = Sweep(**content)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
@@ -135,6 +145,15 @@ def read(name: str, words: list[str]) -> Sweep:
     return sweep
 
 
+def default_space(names: list[str]) -> dict[str, Any] | None:
+    """Returns the default ranges of the algorithm that the configs name; None where it has none."""
+    models = [model for name in names if (model := configs.checked(configs.find(name)).get("model"))]
+    algorithm = models[-1] if models else ""
+    if isinstance(algorithm, dict):
+        algorithm = algorithm.get("class_path", "")
+    return SPACES.get(str(algorithm).rpartition(".")[2])
+
+
 def read_range(place: str, given: Any) -> Range:
     """Returns the range that a key of ``search`` describes."""
     kind, bounds = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else ("", given)
@@ -145,6 +164,10 @@ def read_range(place: str, given: Any) -> Range:
     except (TypeError, ValueError):
         low, high = 1.0, 0.0
     fits = low <= high and not ("log" in kind and low <= 0) and not ("int" in kind and (low % 1 or high % 1))
+    if kind == "pow2":  # both are 2**n where the mantissa is 0.5
+        fits = 1 <= low <= high < math.inf and math.frexp(low)[0] == math.frexp(high)[0] == 0.5
     if not isinstance(bounds, list) or not bounds or not fits:
         raise UsageError(f"{place}: {kind}={bounds!r} must be {KINDS[kind]}")
+    if kind == "pow2":
+        return Range("values", [2**n for n in range(math.frexp(low)[1] - 1, math.frexp(high)[1])])
     return Range(kind, bounds if kind == "values" else [low, high])

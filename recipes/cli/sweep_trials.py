@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +172,29 @@ def open_study(sweep: Sweep, folder: Path) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     pruner = optuna.pruners.MedianPruner(sweep.startup_trials, sweep.warmup_evaluations)
-    study = optuna.create_study(
-        storage=f"sqlite:///{folder / 'sweep.db'}",
+    storage = f"sqlite:///{folder / 'sweep.db'}"
+    create = partial(
+        optuna.create_study,
+        storage=storage,
         sampler=SeededSampler(sweep.sampler_seed, sweep.startup_trials),
         pruner=pruner,
         study_name=sweep.name,
         direction="maximize" if sweep.mode == "max" else "minimize",
         load_if_exists=True,
     )
+    study = create()
     begun = study.user_attrs.get("settings")
+    states = {trial.state for trial in study.get_trials(deepcopy=False)}
+    if begun not in (None, sweep.identity) and states <= {TrialState.FAIL}:
+        # Without a result there is nothing that the changed settings could mislead: the sweep begins anew.
+        optuna.delete_study(study_name=sweep.name, storage=storage)
+        for name in ("runs", "hparams"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        study, begun = create(), None
     if begun not in (None, sweep.identity):
         raise UsageError(
             f"{folder} has a sweep with other settings, or its config had another text; only "
-            f"{', '.join(CHANGEABLE)} may change: give this one another name, or remove the "
+            f"{', '.join(CHANGEABLE)} may change once a trial has a result: give this one another name, or remove the "
             "folder"
         )
     if begun is None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipes import configs
 from recipes.cli import main
+from recipes.cli.sweep_file import as_word, read
+from recipes.cli.sweep_spaces import SPACES
+from recipes.pipeline import checked
+from rl_modules.common.errors import UsageError
 
 optuna = pytest.importorskip("optuna")
 
@@ -185,6 +190,8 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     ({"search": {"model.gamma": {"log": [0.1, 0.01]}}}, "[0.1, 0.01] must be two positive numbers, the smaller first"),
     ({"search": {"model.gamma": {"uniform": [1, 0]}}}, "uniform=[1, 0] must be two numbers"),
     ({"search": {"model.gamma": {"int": [0.5, 1]}}}, "int=[0.5, 1] must be two whole numbers"),
+    ({"search": {"data.n_steps": {"pow2": [16, 100]}}}, "pow2=[16, 100] must be two powers of two"),
+    ({"search": {"data.n_steps": {"pow2": [0, 16]}}}, "pow2=[0, 16] must be two powers of two"),
     ({"search": {"model.gamma": {"values": []}}}, "values=[] must be a list"),
     ({"n_trial": 3}, "takes no argument 'n_trial'; did you mean n_trials"),
     ({"n_trials": "many"}, "n_trials='many' must be a number"),
@@ -456,8 +463,6 @@ def test_a_trial_that_another_process_finished_meanwhile_is_not_run_again(sweep,
 
 def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
     """Each range's ends parse with the config, through the same command line."""
-    from recipes.cli.sweep_file import as_word, read
-
     monkeypatch.chdir(tmp_path)
     assert configs.sweeps()
     for name in configs.sweeps():
@@ -470,6 +475,79 @@ def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
             with pytest.raises(SystemExit) as exit_:
                 main(["fit", *configs_of, *words, "--print_config"])
             assert exit_.value.code in (0, None)
+
+
+#: A config per algorithm that has default ranges.
+OF_ALGORITHM = {
+    "PPO": "ppo/cartpole.yaml",
+    "A2C": "a2c/cartpole.yaml",
+    "TRPO": "trpo/cartpole.yaml",
+    "DQN": "dqn/cartpole.yaml",
+    "SAC": "sac/pendulum.yaml",
+    "TD3": "td3/pendulum.yaml",
+    "TQC": "tqc/pendulum.yaml",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", SPACES)
+def test_default_ranges_name_arguments_that_exist_and_values_that_they_take(algorithm, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sweep = read(OF_ALGORITHM[algorithm], [])
+    assert sweep.config == [OF_ALGORITHM[algorithm]] and list(sweep.search) == list(SPACES[algorithm])
+    sweep_module.check(sweep)
+    fixed = optuna.trial.FixedTrial
+    for end in (0, -1):
+        drawn = {name: as_word(found.bounds[end]) if found.kind == "values" else found.bounds[end]
+                 for name, found in sweep.ranges.items()}  # fmt: skip
+        words = [f"--{name}={found.choose(fixed(drawn), name)}" for name, found in sweep.ranges.items()]
+        checked("fit", ["--config", str(configs.find(OF_ALGORITHM[algorithm])), *words])
+
+
+@pytest.mark.long
+def test_the_page_s_sweeps_run(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[3] / "docs" / "how_to" / "sweep.md"
+    blocks = re.findall(r"```yaml\n(config:.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for number, block in enumerate(blocks):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        Path("mine.yaml").write_text(re.sub(r"(?m)^(seeds|finalists|final_seeds): \d+", r"\1: 1", block))
+        words = ["--n_trials=3", "--data.total_timesteps=256", "--data.eval_freq=128", "--data.n_eval_episodes=1",
+                 "--data.n_test_episodes=1"]  # fmt: skip
+        main(["sweep", "mine.yaml", *words])
+        capsys.readouterr()
+        assert [trial.state.name for trial in trials(folder)] == ["COMPLETE"] * 3
+
+
+@pytest.mark.long
+def test_a_config_alone_is_searched_in_its_algorithm_s_ranges(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_module, "run_once", lambda sweep, chosen, *rest: float(chosen["model.learning_rate"]))
+    main(["sweep", "ppo/cartpole.yaml", "--n_trials", "2"])
+    assert "model.clip_range" in capsys.readouterr().out
+    assert [set(trial.params) for trial in trials()] == [set(SPACES["PPO"])] * 2
+    with pytest.raises(SystemExit):
+        main(["sweep", "sarsa/maze.yaml"])
+    assert "only PPO, A2C, TRPO, DQN, SAC, TD3, TQC have default ranges" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_changed_file_goes_on_after_failed_trials(sweep, monkeypatch):
+    def fails(*arguments):
+        raise UsageError("batch_size=256 does not divide n_envs*n_steps=136")
+
+    monkeypatch.setattr(sweep_module, "run_once", fails)
+    assert sweep(n_trials=5)[0] == 1
+    assert [trial.state.name for trial in trials()] == ["FAIL"] * 3
+    monkeypatch.setattr(sweep_module, "run_once", lambda *arguments: 1.0)
+    changed = {"n_trials": 2, "mode": "min", "search": {"model.net_arch": {"values": [[4], [5], [6]]}}}
+    code, _, err = sweep(**changed)
+    assert code == 0, err
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 2
+    # With a result, another change is refused.
+    assert "has a sweep with other settings" in sweep(**{**changed, "mode": "max"})[2]
 
 
 @pytest.mark.long
