@@ -112,6 +112,13 @@ def _run_alone(command: str, given: Any) -> None:
         quiet()
         folder = export(given.ckpt_path, given.output, given.model)
         print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+    elif command == "import-sb3":
+        add_working_directory()
+        from recipes.sb3_import import import_sb3
+
+        quiet()
+        name = type(import_sb3(given.model, given.output, given.vecnormalize, given.env)).__name__
+        print(f"wrote {given.output}: {name}.load_from_checkpoint({str(given.output)!r}) loads it")
     elif command == "rescore":
         add_working_directory()
         from datamodules.language.rollouts import rescore

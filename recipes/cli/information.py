@@ -63,7 +63,7 @@ _TRUST = {
     "help": "run code that the folder's config.yaml names, such as an environment or a network of your own",
 }
 #: What the commands that start no run do, and their arguments.
-ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+ALONE_COMMANDS: dict[str, tuple[str, dict[str | tuple[str, ...], dict[str, Any]]]] = {
     "export": (
         "Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.",
         {
@@ -74,6 +74,20 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             },
             "--output": {"required": True, "metavar": "FOLDER", "help": "the directory to write"},
             "--model": {"metavar": "CLASS", "help": "import path of the algorithm, if it is not part of rl_modules"},
+        },
+    ),
+    "import-sb3": (
+        "Writes a checkpoint of a model that Stable-Baselines3 or sb3-contrib saved, without its optimizer's state; "
+        "runs no code of the file.",
+        {
+            "model": {"type": Path, "metavar": "MODEL", "help": "the file that model.save wrote, as in model.zip"},
+            "vecnormalize": {"nargs": "?", "type": Path, "help": "the file that VecNormalize.save wrote"},
+            ("-o", "--output"): {"required": True, "type": Path, "metavar": "FILE", "help": "the checkpoint to write"},
+            "--env": {
+                "metavar": "ENV",
+                "help": "a Gymnasium id or the import path of a callable, whose spaces the module takes instead of "
+                "those of the file",
+            },
         },
     ),
     "serve": (
@@ -240,7 +254,7 @@ def parser_of(command: str) -> Parser:
     says, arguments = ALONE_COMMANDS[command]
     parser = Parser(f"rl {command}", says)
     for name, settings in arguments.items():
-        parser.add_argument(name, **settings)
+        parser.add_argument(*([name] if isinstance(name, str) else name), **settings)
     return parser
 
 

@@ -100,13 +100,8 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
     """Verifies a checkpoint's checksums and loads it without code; its tensors stay on the disk until used."""
     file = Path(path)
     name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
-    if file.is_dir():
-        raise UsageError(
-            f"{name} is a folder, as Lightning's sharded strategies write it; its index is a pickle, "
-            "which could run code: give a .ckpt file that this project wrote"
-        )
-    if not file.is_file():  # a device or a pipe may have no end
-        raise UsageError(f"{name} is not a file, so it can't be read; give the path of a .ckpt file")
+    if (why := _refusal_of(file)) is not None:
+        raise UsageError(f"{name} {why}")
     if (damage := damage_of(file)) is not None:
         raise DamagedCheckpoint(f"{name} is damaged: {damage}")
     try:
@@ -124,6 +119,25 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
     require_parts(checkpoint, name if what else f"ckpt_path={str(path)!r}", parts)
     require_data(checkpoint, name)
     return checkpoint
+
+
+def _refusal_of(file: Path) -> str | None:
+    """Returns why a path can't be a checkpoint file, and what to give instead; None: it may be one."""
+    if file.is_dir():
+        return (
+            "is a folder, as Lightning's sharded strategies write it; its index is a pickle, "
+            "which could run code: give a .ckpt file that this project wrote"
+        )
+    if not file.is_file():  # a device or a pipe may have no end
+        return "is not a file, so it can't be read; give the path of a .ckpt file"
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if {"data", "policy.pth"} <= {*archive.namelist()}:
+                return (
+                    f"is a model of Stable-Baselines3; `rl import-sb3 {file} -o {file.with_suffix('.ckpt')}` writes a "
+                    "checkpoint of it"
+                )
+    return None
 
 
 def require_data(checkpoint: dict[str, Any], name: str) -> None:
