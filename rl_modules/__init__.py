@@ -34,8 +34,6 @@ _MODULES = {
     "trpo": ["TRPO"],
 }
 _EXPORTS = {name: f"rl_modules.{module}" for module, names in _MODULES.items() for name in names}
-#: The algorithms that learn from environments, which need no language-model libraries.
-CONTROL = sorted(name for module, names in _MODULES.items() if not module.startswith("language.") for name in names)
 
 __all__ = [
     "A2C",
@@ -65,6 +63,8 @@ __all__ = [
     "RecurrentPPO",
     "RewardModel",
 ]
+#: The algorithms that learn from environments, which need no language-model libraries.
+CONTROL = [name for name in __all__ if not _EXPORTS[name].startswith("rl_modules.language.")]
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C

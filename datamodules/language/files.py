@@ -145,7 +145,7 @@ def open_dataset(name: str, config: str | None = None, streaming: bool = False) 
     """Opens a hub name, a directory, or a csv, parquet or arrow file by ``datasets``."""
     try:
         return _opened(name, config, streaming)
-    except UsageError:
+    except (UsageError, ModuleNotFoundError):  # the second is a package that is not installed
         raise
     except Exception as error:  # `datasets` raises errors of many libraries
         # The cause says more than "An error occurred while generating the dataset".

@@ -70,7 +70,7 @@ def test_fit_leaves_checkpoints_curves_tables_and_settings(trained):
         assert checkpoint["algorithm"] == "SFT"
     assert checkpoint["global_step"] == 5
     assert checkpoint["datamodule_hyper_parameters"]["seed"] == 5
-    assert checkpoint["callbacks"]["Checkpoints"]["monitor"] == "eval/pass@1"
+    assert checkpoint["callbacks"]["Checkpoints"]["monitor"] == "eval/reward"  # pass@1 stays 0
     events = EventAccumulator(str(trained), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = set(events.Tags()["scalars"])
     assert {

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recipes.cli.terminal import one_sentence
 
 import recipes.callbacks.progress as lines
 import rl_modules
 from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import main
+from recipes.terminal import one_sentence
 from rl_modules.common import extras
 from rl_modules.language.sampling import check
 from tests.conformance.architectures import network
@@ -204,7 +204,7 @@ def test_doctor_says_how_a_model_is_decoded(rl, tmp_path, config, way):
 def test_extras_are_those_of_the_project():
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     for extra, packages in extras.PACKAGES.items():
-        given = re.search(rf"^{extra} = \[(.*?)\]$", text, re.MULTILINE)[1]
+        given = re.search(rf"^{extra} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)[1]
         assert tuple(re.findall(r'"([^"]+)"', given)) == packages
 
 
@@ -286,7 +286,7 @@ def test_the_end_of_another_rank_is_one_sentence(tmp_path, capsys):
 RANK = """
 import os, sys
 import torch
-from recipes.cli.terminal import one_sentence
+from recipes.terminal import one_sentence
 
 rank = int(sys.argv[1])
 store = torch.distributed.FileStore("store", 2)
