@@ -37,11 +37,19 @@ _HIDDEN = (
 )
 
 
+class ToStandardError(logging.StreamHandler):
+    """Writes to the standard error of the moment, which a notebook may replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def quiet() -> None:
     """Hides the libraries' messages that are not for the person at the terminal, and shows the datamodules' own."""
     replace_unknown_characters()
     if not (ours := logging.getLogger("datamodules")).handlers:
-        ours.addHandler(logging.StreamHandler())
+        ours.addHandler(ToStandardError())
         ours.setLevel(logging.INFO)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import io
+import logging
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ import rl_modules
 from recipes import configs
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import main
-from recipes.terminal import one_sentence
+from recipes.terminal import one_sentence, quiet
 from rl_modules.common import extras
 from rl_modules.language.sampling import check
 from tests.conformance.architectures import network
@@ -218,6 +219,17 @@ def test_completion_is_a_script_that_bash_takes(rl, tmp_path):
     assert done.stdout.splitlines() == ["ppo/cartpole.yaml", "doctor"]
     code, _, err = rl("completion", "fish")
     assert code == 1 and "'fish'" in err and "bash" in err and "zsh" in err
+
+
+def test_a_standard_error_that_is_replaced_gets_the_messages(monkeypatch):
+    """As in a notebook, and where an earlier one is closed."""
+    quiet()
+    for closes in (True, False):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        logging.getLogger("datamodules.buffers").info("said")
+        assert stream.getvalue() == "said\n"
+        if closes:
+            stream.close()
 
 
 def test_an_encoding_without_a_character_ends_no_command(rl, monkeypatch):
