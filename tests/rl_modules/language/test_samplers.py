@@ -9,6 +9,7 @@ import torch
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
+from rl_modules.language import serving
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.remote import ServerSampler
 from tests.rl_modules.language.fake_vllm_server import FakeServer
@@ -244,7 +245,8 @@ class Broken(FakeServer):
         raise RuntimeError("CUDA out of memory")
 
 
-def test_an_engine_that_fails_is_named_when_the_run_gives_up(model):
+def test_an_engine_that_fails_is_named_when_the_run_gives_up(model, monkeypatch):
+    monkeypatch.setattr(serving.os, "kill", lambda process, signal: None)  # the server would end this process
     with running_server(model, kind=Broken) as (_, address):
         sampler = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01)
         with pytest.raises(UsageError, match=r"answers after 1 retries \(.*CUDA out of memory.*\); start `rl serve`"):
