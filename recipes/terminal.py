@@ -41,7 +41,7 @@ class ToStandardError(logging.StreamHandler):
     """Writes to the standard error of the moment, which a notebook may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
+        self.stream = sys.stderr  # `setStream` flushes the former one, which may be closed
         super().emit(record)
 
 

@@ -53,6 +53,18 @@ UNUSED = (
 )  # fmt: skip
 
 
+def test_a_message_goes_to_the_standard_error_of_the_moment_also_after_one_was_closed(monkeypatch):
+    quiet()
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    logging.getLogger("datamodules").info("one")
+    assert first.getvalue() == "one\n"
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    logging.getLogger("datamodules").info("two")
+    assert second.getvalue() == "two\n"
+
+
 @pytest.mark.long
 def test_what_is_imported_before_the_first_line_and_in_a_whole_run(tmp_path):
     script = f"""
