@@ -5,7 +5,8 @@ python docs/ladder/build.py 09 10      the rungs whose names contain one of thes
 python docs/ladder/build.py --text     only the text: outputs are kept from the last execution
 
 A rung is written in ``NN_name.py``, cells and text in the "percent" form that Jupyter (with jupytext), VS Code and
-PyCharm open. ``NN_name.ipynb`` is that file with its outputs.
+PyCharm open; ``NNb_name.py`` stands between ``NN`` and the next number, so that no page changes its number.
+``NN_name.ipynb`` is that file with its outputs.
 """
 
 import argparse
@@ -22,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 def scripts() -> list[Path]:
     """Returns the rungs in order."""
-    return sorted(HERE.glob("[0-9][0-9]_*.py"))
+    return sorted(HERE.glob("[0-9][0-9]*_*.py"))
 
 
 def execute(script: Path) -> nbformat.NotebookNode:
