@@ -123,8 +123,8 @@ print(f"ρ·k3       {float(mean.detach()):.3f}  gradient {gradient(mean)}")
 #
 # ## The run
 #
-# First the two stages of the pages before, as short as possible: SFT until three quarters of the answers are right,
-# and two reward models, one from 20,000 comparisons and one from 300.
+# First the two stages of the pages before, as short as possible: SFT until most of the answers are right, and
+# two reward models, one from 20,000 comparisons and one from 300.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -196,13 +196,13 @@ h.keep("RLHF", runs, "train/rewards/accuracy/mean")
 # %% [markdown]
 # **How to read it.** Within ten steps $J$ falls below the SFT model's: the value model starts as a copy of the reward
 # model, which has learned to judge whole completions only. Then $J$ rises to the line. The table has the exact value
-# of one run: PPO covers 96 % of the way from the SFT model to $J^*$. The points of the plot are estimates from
+# of one run: PPO covers nearly all of the way from the SFT model to $J^*$. The points of the plot are estimates from
 # samples.
 #
 # The probability of the right sum, which training never sees, rises along, but not to 1. The best policy under this
 # objective is not always right, because it inherits the judge's errors: even among the answers that comparisons show,
-# the right sum scores highest for 81 prompts only. Where no comparison looked, the errors are larger: of all 110
-# answers, a wrong one, such as "02" or "99", scores highest for 75 prompts. $\pi^*$ hardly ever writes those, because
+# a wrong sum scores highest for some prompts. Where no comparison looked, the errors are larger: of all 110 answers, a
+# wrong one, such as one with a leading 0, scores highest for most prompts. $\pi^*$ hardly ever writes those, because
 # the reference hardly ever does, and $\pi^*$ is the reference times $e^{r_\phi / \beta} / Z$.
 
 # %%
@@ -214,7 +214,7 @@ print("probability of the right sum after the broken run", round(h.pass_rate(bro
 
 # %% [markdown]
 # **What failure looks like.** The poor judge's score rises just as nicely, while the share of right answers *falls*
-# from three quarters to a fifth. Without a penalty, the policy finds the answers that this judge overrates. This is
+# far below that of the SFT model. Without a penalty, the policy finds the answers that this judge overrates. This is
 # **over-optimisation** of the reward ([arXiv:2210.10760](https://arxiv.org/abs/2210.10760)), and no curve of the score
 # shows it. Watch a measure that is not trained on, or the KL: a large KL at a rising score is the warning. The
 # remedies are a larger $\beta$, a better judge, and new comparisons of what the policy now writes.

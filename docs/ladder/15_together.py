@@ -59,7 +59,7 @@ lay_over(optimum, "transitions", "mean return of 10 episodes")
 # ## Sums of two digits
 #
 # The share of right answers among samples, for the policies of pages 11 and 12. RLHF learns from a judge that was
-# trained on noisy comparisons, and levels off near 0.9, the optimum of that judge's score less the KL penalty. GRPO
+# trained on noisy comparisons, and levels off below 1, at the optimum of that judge's score less the KL penalty. GRPO
 # starts lower, from a shorter SFT, learns from a program that knows the answer, and approaches the optimum of 1.
 
 # %%
@@ -68,9 +68,9 @@ lay_over({"RLHF": 1, "GRPO": 1}, "optimizer steps", "share of right answers")
 # %% [markdown]
 # ## The maze as text
 #
-# The sampled return of 64 dialogues, whose optimum is 10 as in the table's maze. GRPO in turns has to find the goal,
+# The mean return of a step's dialogues, whose optimum is 10 as in the table's maze. GRPO in turns has to find the goal,
 # from a start that knows the cells. A teacher that knows the way brings its student, after a shorter start, close to
-# the optimum in 80 steps.
+# the optimum in fewer steps.
 
 # %%
 lay_over({"GRPO in turns": 10, "Distillation": 10}, "optimizer steps", "mean return of a dialogue, sampled")
