@@ -119,6 +119,15 @@ def _run_alone(command: str, given: Any) -> None:
         quiet()
         name = type(import_sb3(given.model, given.output, given.vecnormalize, given.env)).__name__
         print(f"wrote {given.output}: {name}.load_from_checkpoint({str(given.output)!r}) loads it")
+    elif command == "export-sb3":
+        add_working_directory()
+        from recipes.sb3_export import export_sb3
+
+        quiet()
+        name, statistics = export_sb3(given.checkpoint, given.output)
+        print(f"wrote {given.output}: {name}.load({str(given.output)!r}) loads it")
+        if statistics is not None:
+            print(f"wrote {statistics}: VecNormalize.load({str(statistics)!r}, env) loads it")
     elif command == "rescore":
         add_working_directory()
         from datamodules.language.rollouts import rescore

@@ -90,6 +90,14 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str | tuple[str, ...], dict[str, Any]]
             },
         },
     ),
+    "export-sb3": (
+        "Writes a checkpoint's model for Stable-Baselines3 or sb3-contrib, which must be installed, and beside it the "
+        "statistics that VecNormalize.load reads, if the run normalised.",
+        {
+            "checkpoint": {"type": Path, "metavar": "CKPT", "help": "a checkpoint file of a control algorithm"},
+            ("-o", "--output"): {"required": True, "type": Path, "metavar": "FILE", "help": "as in model.zip"},
+        },
+    ),
     "serve": (
         "Serves a model by vLLM. It generates completions for runs with --model.sampler vllm_server, which send "
         "their weights, and scores texts for Distillation. It answers only runs that know its token: that of the "

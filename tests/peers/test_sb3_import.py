@@ -1,4 +1,4 @@
-"""A model of Stable-Baselines3 or sb3-contrib that `rl import-sb3` has imported chooses the same actions."""
+"""Models chose the same actions after `rl import-sb3` as in Stable-Baselines3, and after `rl export-sb3` as here."""
 
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,11 @@ import torch
 from gymnasium import spaces
 
 import rl_modules
+from datamodules import ReplayDataModule, RolloutDataModule
 from recipes.cli import main
 from recipes.cli.information import general_help
 from rl_modules.common.errors import UsageError
+from tests.training import fit
 
 stable_baselines3 = pytest.importorskip("stable_baselines3", reason="needs the test extra")
 sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs the test extra")
@@ -24,6 +26,7 @@ pytestmark = [pytest.mark.bench, pytest.mark.long]
 N = 1000
 VECTOR = spaces.Box(-10, 10, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+IMAGE_LAST = spaces.Box(0, 255, (36, 36, 3), np.uint8)
 OBSERVED = {
     "Mlp": VECTOR,
     "Cnn": IMAGE,
@@ -75,6 +78,13 @@ def imported(folder: Path, name: str, *words: str) -> Any:
     return getattr(rl_modules, name).load_from_checkpoint(output)
 
 
+def exported(checkpoint: Path, cls: Any) -> Any:
+    """The model of SB3 that the command writes."""
+    archive = checkpoint.with_name("again.zip")
+    main(["export-sb3", str(checkpoint), "-o", str(archive)])
+    return cls.load(archive, device="cpu")
+
+
 def observations(space: spaces.Space, n: int = N) -> Any:
     """A batch of them."""
     space.seed(5)
@@ -100,6 +110,8 @@ def test_the_same_actions(name: str, policy: str, tmp_path: Path) -> None:
     assert same(ours.predict(batch, deterministic=True)[0], expected)
     assert len(np.unique(expected, axis=0)) > 1
     assert ours.hparams["gamma"] == theirs.gamma
+    again = exported(tmp_path / "model.ckpt", type(theirs))
+    assert same(again.predict(batch, deterministic=True)[0], expected)
 
 
 def test_values_and_memory_are_the_same(tmp_path: Path) -> None:
@@ -175,6 +187,92 @@ def test_no_code_of_a_pickle_runs(tmp_path: Path, capsys: pytest.CaptureFixture)
     (tmp_path / "evil.pkl").write_bytes(f"cos\nsystem\n(S'touch {made}'\ntR.".encode())
     assert "no statistics" in refused(tmp_path, [str(tmp_path / "model.zip"), str(tmp_path / "evil.pkl")], capsys)
     assert not made.exists()
+
+
+class Masked(Random):
+    """Two of four actions are allowed."""
+
+    def action_masks(self) -> np.ndarray:
+        return np.array([True, False, True, False])
+
+
+def test_masks(tmp_path: Path) -> None:
+    env = Masked(VECTOR, CHOICE)
+    theirs, batch = sb3_contrib.MaskablePPO("MlpPolicy", env, seed=1, device="cpu"), observations(VECTOR)
+    theirs.save(tmp_path / "model.zip")
+    masks = np.random.default_rng(0).random((N, 4)) < 0.5
+    masks[:, 1] = True
+    expected = theirs.predict(batch, action_masks=masks, deterministic=True)[0]
+    ours = imported(tmp_path, "PPO")
+    assert same(ours.predict(batch, action_masks=masks, deterministic=True)[0], expected)
+    model = trained(tmp_path, rl_modules.PPO(), RolloutDataModule(lambda: Masked(VECTOR, CHOICE), **SHORT))
+    again = exported(tmp_path / "own.ckpt", sb3_contrib.MaskablePPO)
+    own = model.predict(batch, action_masks=masks, deterministic=True)[0]
+    assert same(own, again.predict(batch, action_masks=masks, deterministic=True)[0])
+
+
+SHORT: dict[str, Any] = {"n_envs": 2, "total_timesteps": 64, "eval_freq": 0}
+
+
+def trained(folder: Path, model: Any, data: Any) -> Any:
+    """A module after a few updates, with its checkpoint."""
+    trainer = fit(model, data)
+    trainer.save_checkpoint(folder / "own.ckpt")
+    return model
+
+
+@pytest.mark.parametrize(("name", "space"), [("PPO", IMAGE_LAST), ("A2C", VECTOR), ("SAC", VECTOR), ("DDPG", VECTOR)])
+def test_training_goes_on_with_the_same_optimizer(name: str, space: spaces.Space, tmp_path: Path) -> None:
+    """Both libraries' next step, from the same gradients, gives the same actions."""
+    env, batch = (lambda: Random(space, TORQUE)), observations(space, 16)
+    replays = name in ("SAC", "DDPG")
+    data: Any = (
+        ReplayDataModule(env, learning_starts=8, batch_size=4, buffer_size=100, **SHORT)
+        if replays
+        else RolloutDataModule(env, n_steps=8, **SHORT)
+    )
+    ours = trained(tmp_path, getattr(rl_modules, name)(learning_rate="lin_0.001"), data)
+    theirs = exported(tmp_path / "own.ckpt", getattr(stable_baselines3, name))
+    assert theirs.num_timesteps == data.num_timesteps and theirs.lr_schedule(0.5) == pytest.approx(0.0005)
+    optimizers = [ours.trainer.optimizers[0]]
+    optimizers += [theirs.actor.optimizer, theirs.critic.optimizer] if replays else [theirs.policy.optimizer]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+            for parameter in group["params"]:
+                parameter.grad = 3 * parameter.detach()
+        optimizer.step()
+    action = theirs.predict(batch, deterministic=True)[0]
+    assert same(ours.predict(batch, deterministic=True)[0], action)
+    assert not same(trained_before(tmp_path, name).predict(batch, deterministic=True)[0], action)
+
+
+def trained_before(folder: Path, name: str) -> Any:
+    return getattr(rl_modules, name).load_from_checkpoint(folder / "own.ckpt")
+
+
+@pytest.mark.parametrize(("policy", "keys"), [("Mlp", None), ("MultiInput", ["vector"])])
+def test_statistics_become_those_of_vecnormalize(policy: str, keys: list[str] | None, tmp_path: Path) -> None:
+    space = OBSERVED[policy]
+    data = RolloutDataModule(lambda: Random(space, CHOICE), norm_obs=True, norm_reward=True, n_steps=8, **SHORT)
+    ours = trained(tmp_path, rl_modules.PPO(), data)
+    theirs = exported(tmp_path / "own.ckpt", stable_baselines3.PPO)
+    env = vec_env.VecNormalize.load(
+        str(tmp_path / "again.vecnormalize.pkl"), vec_env.DummyVecEnv([partial(Random, space, CHOICE)])
+    )
+    assert env.norm_obs_keys == keys
+    assert env.ret_rms.count == pytest.approx(data.collector.normalizers.of_rewards.running.count)
+    batch = observations(space)
+    expected = theirs.predict(env.normalize_obs(batch), deterministic=True)[0]
+    assert same(ours.predict(batch, deterministic=True)[0], expected)
+
+
+def test_what_stable_baselines_lacks_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = ReplayDataModule(lambda: Random(VECTOR, CHOICE), learning_starts=8, batch_size=4, **SHORT)
+    trained(tmp_path, rl_modules.DQN(dueling=True), data)
+    with pytest.raises(SystemExit):
+        main(["export-sb3", str(tmp_path / "own.ckpt"), "-o", str(tmp_path / "again.zip")])
+    assert "DQN of SB3 has no network like it" in capsys.readouterr().err
 
 
 def test_loading_the_archive_names_the_command(tmp_path: Path) -> None:
