@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 import rl_modules
-from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from recipes import saved_runs
 from recipes.sb3_parameters import PARAMETERS, names_of
 from rl_modules.base import ControlModule
@@ -24,8 +24,17 @@ from rl_modules.networks.layers import ACTIVATIONS, tower_widths
 #: Arguments of SB3's constructors that are not those of the same name here, or are no numbers.
 _NOT_SETTINGS = ("policy", "env", "seed", "verbose", "device", "buffer_size", "use_sde", "sde_sample_freq")
 #: Arguments of a policy that are the module's.
-_OF_POLICY = ("n_critics", "n_quantiles", "log_std_init", "ortho_init", "lstm_hidden_size", "n_lstm_layers")
-_OF_POLICY = (*_OF_POLICY, "shared_lstm", "enable_critic_lstm")
+_OF_POLICY = (
+    "n_critics",
+    "n_quantiles",
+    "log_std_init",
+    "ortho_init",
+    "lstm_hidden_size",
+    "n_lstm_layers",
+    "shared_lstm",
+    "enable_critic_lstm",
+)
+#: Arguments that both libraries take as a function of the remaining progress.
 _SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf", "ent_coef")
 
 
@@ -147,7 +156,7 @@ def _policy_kwargs(module: ControlModule) -> dict[str, Any]:
         space, hparams["net_arch"], ("pi", second), getattr(module, "default_net_arch", (64, 64))
     )
     is_q = type(module).__name__ in ("DQN", "QRDQN")
-    found = {
+    found: dict[str, Any] = {
         "net_arch": first if is_q else {"pi": first, second: other},
         "activation_fn": ACTIVATIONS[hparams["activation_fn"]],
     }
@@ -224,7 +233,8 @@ def _save_statistics(module: ControlModule, model: Any, settings: dict[str, Any]
         RewardNormalizer(1, gamma, settings.get("clip_reward", 10.0)) if state["reward"] is not None else None,
     )
     own.warm_start(state)
-    pairs, keys = [], None
+    pairs: list[tuple[Any, RunningMeanStd]] = []
+    keys = None
     if own.of_observations is not None:
         running = own.of_observations.running
         keys = [key for key, part in running.items() if part is not None] if isinstance(running, dict) else None
