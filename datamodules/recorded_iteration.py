@@ -41,9 +41,9 @@ class RecordedIteration(Recorded):
         self.numbers = {
             name: torch.zeros((), dtype=torch.float32, device=device) for name in NUMBERS if hasattr(module, name)
         }
-        size = data.n_envs * data.n_steps
-        is_whole = data.batch_size == size
-        self.orders = None if is_whole else torch.zeros((data.n_epochs, size), dtype=torch.int64, device=device)
+        places = (data.n_epochs, data.n_envs * data.n_steps)
+        is_whole = data.batches_per_pass == 1
+        self.orders = None if is_whole else torch.zeros(places, dtype=torch.int64, device=device)
         #: Where every recording leaves the rollout, for those that read it after the updates.
         self.fields: Any = None
         self._write_episodes()
@@ -121,13 +121,13 @@ class RecordedIteration(Recorded):
             self.fields = tree_map(torch.clone, fields)
         torch._foreach_copy_(tree_leaves(self.fields), tree_leaves(fields))
         data._fields = fields = self.fields
-        per_pass, index = data.n_envs * data.n_steps // data.batch_size, 0
+        sizes, index = data.sizes(data.n_envs * data.n_steps), 0
         for epoch in range(data.n_epochs):
             order = None if self.orders is None else self.orders[epoch]
             shuffled = fields if order is None else tree_map(lambda x, order=order: x[order], fields)
-            for i in range(per_pass):
-                rows = slice(i * data.batch_size, (i + 1) * data.batch_size)
-                self.update(tree_map(lambda x, rows=rows: x[rows], shuffled) if per_pass > 1 else shuffled, index)
+            for i, _ in enumerate(sizes):
+                minibatch = shuffled if order is None else tree_map(lambda x, i=i: x.split(sizes)[i], shuffled)
+                self.update(minibatch, index)
                 index += 1
 
     def _beside_states(self, x: Tensor) -> Tensor:

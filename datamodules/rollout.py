@@ -18,6 +18,7 @@ from datamodules.recorded_iteration import RecordedIteration
 from rl_modules.checkpoints import preparation, resumed_position
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
+from rl_modules.common.notices import notice
 from rl_modules.common.seeding import generator_of
 from rl_modules.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.core.settings import Converted, setting
@@ -52,10 +53,16 @@ class RolloutDataModule(ControlDataModule):
     )
     batch_size: Converted[int | Literal["auto"] | None, int] = setting(
         default="auto",
-        says="transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the "
-        "algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole "
-        "rollout)",
+        says="transitions per minibatch; where it does not divide ``n_envs * n_steps``, each pass's last minibatch "
+        "has the rest. None: the whole rollout; ``auto``: the algorithm's (PPO and RecurrentPPO 64, PQN 128, or the "
+        "nearest divisor of the rollout; others: the whole rollout)",
         check=check_batch_size,
+        idle=lambda data: data.n_minibatches is not None and "beside n_minibatches; leave that out",
+    )
+    n_minibatches: int | None = setting(
+        default=None,
+        says="minibatches per pass, of nearly one size, instead of ``batch_size``; None: by ``batch_size``",
+        least=1,
     )
     n_epochs: Converted[int | None, int] = setting(
         default=None,
@@ -84,6 +91,8 @@ class RolloutDataModule(ControlDataModule):
     _ahead: Any = transient()
     # The step of training under the algorithm's `graph`.
     _recorded: Any = transient()
+    #: Rows of the present minibatch over the mean of those whose gradients one optimizer step accumulates.
+    minibatch_weight: float = transient(1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +103,7 @@ class RolloutDataModule(ControlDataModule):
         if self.has_learner and hasattr(self.learner, "initial_state"):
             self.collector.memory = Memory(self.learner)
         self.resolve()
+        self._say_how_it_is_cut()
         self.collector.reports_at_once = not self.overlap
         if not self.overlap:
             return
@@ -122,6 +132,8 @@ class RolloutDataModule(ControlDataModule):
             self.batch_size = size if wanted.batch_size is None else _nearest_divisor(size, wanted.batch_size)
         else:
             self.batch_size = size if given["batch_size"] is None else int(given["batch_size"])
+        if self.n_minibatches is not None:
+            self.batch_size = max(1, size // self.n_minibatches)
         self._check_batch_size(self.batch_size, size)
         resets = self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
         if resets and self.batch_size == 1 < size:
@@ -148,8 +160,7 @@ class RolloutDataModule(ControlDataModule):
             self.rollouts_per_epoch = int(given["rollouts_per_epoch"])
 
     def _rollouts_that_pay_for_an_epoch(self) -> int:
-        updates = self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
-        wanted = math.ceil(EPOCH_MS / (self.n_steps * STEP_MS + updates * UPDATE_MS))
+        wanted = math.ceil(EPOCH_MS / (self.n_steps * STEP_MS + self._batches_per_rollout * UPDATE_MS))
         # Curves need enough points, one per epoch, and evaluations run between epochs.
         most = min(self.total_timesteps // 25, self.eval_freq or self.total_timesteps)
         return max(1, min(wanted, most // (self.n_envs * self.n_steps * self._world_size)))
@@ -163,10 +174,18 @@ class RolloutDataModule(ControlDataModule):
                 f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
                 "the rollout whole"
             )
-        if size % batch_size:
-            raise UsageError(
-                f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
-                f"{_nearest_divisor(size, batch_size)} is the nearest that does"
+        if self.n_minibatches is not None and self.n_minibatches > size:
+            raise UsageError(f"n_minibatches={self.n_minibatches} is more than n_envs*n_steps={size} transitions")
+
+    def _say_how_it_is_cut(self) -> None:
+        """Says that minibatches have different sizes, as Stable-Baselines3 does."""
+        size = self.n_envs * self.n_steps
+        if self.n_minibatches is None and (rest := size % self.batch_size):
+            last = f"the last of {rest} transitions"
+            what = "of whole sequences and nearly one size" if self.collector.memory else last
+            notice(
+                f"batch_size={self.batch_size} does not divide n_envs*n_steps={size}: each pass has "
+                f"{self.batches_per_pass} minibatches, {what}."
             )
 
     @property
@@ -215,13 +234,38 @@ class RolloutDataModule(ControlDataModule):
         return self.num_timesteps >= self.total_timesteps and self.rollout_is_used_up
 
     @property
+    def batches_per_pass(self) -> int:
+        """Minibatches of one pass over a rollout."""
+        return self.n_minibatches or math.ceil(self.n_envs * self.n_steps / self.batch_size)
+
+    def sizes(self, rows: int) -> list[int]:
+        """Returns the sizes of a pass's minibatches of ``rows``: of ``batch_size`` and a rest, or nearly equal ones
+        where rows are sequences, resets are left out, or their number is given.
+        """
+        n = self.batches_per_pass
+        if self.n_minibatches is None and rows == self.n_envs * self.n_steps:
+            return [min(self.batch_size, rows - i * self.batch_size) for i in range(n)]
+        return [rows // n + (i < rows % n) for i in range(n)]
+
+    @property
     def _batches_per_rollout(self) -> int:
-        return self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
+        return self.n_epochs * self.batches_per_pass
+
+    def _weight(self, batches: list[Batch], position: int) -> float:
+        """:attr:`minibatch_weight` of the minibatch at a position in the epoch, whose pass these are."""
+        trainer = self.learner_trainer
+        accumulated = trainer.accumulate_grad_batches
+        if accumulated == 1:
+            return 1.0
+        sizes = [len(tree_leaves(batch)[0]) for batch in batches]
+        first = position - (trainer.fit_loop.batch_idx + 1) % accumulated
+        last = min(first + accumulated, self.rollouts_per_epoch * self._batches_per_rollout)
+        step = [sizes[i % len(sizes)] for i in range(first, last)]
+        return sizes[position % len(sizes)] * len(step) / sum(step)
 
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
-        per_pass = self.n_envs * self.n_steps // self.batch_size
-        per_rollout = self.n_epochs * per_pass
+        per_pass, per_rollout = self.batches_per_pass, self._batches_per_rollout
         length = self.rollouts_per_epoch * per_rollout
         batches: list[Batch] = []
         position = self._position
@@ -238,6 +282,7 @@ class RolloutDataModule(ControlDataModule):
                 self.learner_trainer.should_stop = True
                 # The epoch ends here, should the run be resumed with a larger total_timesteps.
                 self._position = length
+            self.minibatch_weight = self._weight(batches, position)
             yield batches[position % per_pass]
             position += 1
 
@@ -274,7 +319,7 @@ class RolloutDataModule(ControlDataModule):
             self._next = rollout
 
     def _cut(self, n_minibatches: int, begins: bool) -> list[Batch]:
-        """The rollout in its order, a new one where a pass begins, cut into minibatches of nearly one size."""
+        """The rollout in its order, a new one where a pass begins, cut into minibatches."""
         fields: Any = self._fields
         if n_minibatches == 1:
             self._order = None
@@ -289,7 +334,8 @@ class RolloutDataModule(ControlDataModule):
                 "(autoreset_mode=next_step); give a larger batch_size or n_steps"
             )
         shuffled = tree_map(lambda x: x[order.to(x.device)], fields)
-        return [tree_map(lambda x, i=i: x.tensor_split(n_minibatches)[i], shuffled) for i in range(n_minibatches)]
+        sizes = self.sizes(len(order))
+        return [tree_map(lambda x, i=i: x.split(sizes)[i], shuffled) for i in range(n_minibatches)]
 
     # ---------------------------------------------------------------- state
 
@@ -298,6 +344,8 @@ class RolloutDataModule(ControlDataModule):
         names = ("n_envs", "n_steps", "batch_size", "n_epochs", "rollouts_per_epoch")
         layout = {name: getattr(self, name) for name in names}
         layout["length"] = self.rollouts_per_epoch * self._batches_per_rollout
+        if self.n_minibatches is not None:
+            layout["n_minibatches"] = self.n_minibatches
         return {**layout, "graph": True} if self._is_recorded else layout
 
     def rank_state(self) -> dict[str, Any]:

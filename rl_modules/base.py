@@ -523,6 +523,13 @@ class ControlModule(Algorithm):
 
         return loss * ranks.rank_weight(n, self.device)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Computes gradients; minibatches of different sizes that one optimizer step accumulates count by their rows,
+        so that the accumulated loss is the mean over all of them.
+        """
+        weight = getattr(self.source, "minibatch_weight", 1.0)
+        super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+
     def mean_over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean of a tensor over ranks, which call this together."""
         return self.trainer.strategy.reduce(x, reduce_op="mean")

@@ -239,6 +239,8 @@ class RolloutSource(ExperienceSource, Protocol):
 
     #: Transitions per minibatch.
     batch_size: int
+    #: Rows of the present minibatch over the mean of those whose gradients one optimizer step accumulates.
+    minibatch_weight: float
 
     @property
     def rollout(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ STABLE_BASELINES3 = {
 CLEANRL = {
     "num_steps": "data.n_steps",
     "update_epochs": "data.n_epochs",
-    "num_minibatches": "data.batch_size",
+    "num_minibatches": "data.n_minibatches",
     "clip_coef": "model.clip_range",
     "clip_vloss": "model.clip_range_vf",
     "norm_adv": "model.normalize_advantage",

@@ -199,7 +199,7 @@ def test_a_batch_size_is_compared_with_the_algorithms_own_steps():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 100}, r"batch_size=100 does not divide n_envs\*n_steps=256; 128 is the nearest that does"),
+        ({"n_minibatches": 257}, r"n_minibatches=257 is more than n_envs\*n_steps=256"),
         ({"batch_size": 257}, r"batch_size=257 must lie between 1 and n_envs\*n_steps=256"),
         ({"n_envs": 0}, "n_envs=0 must be at least 1"),
         ({"n_epochs": 0}, "n_epochs=0 must be at least 1"),

@@ -27,6 +27,7 @@ ROUNDING = 1e-5
 ADAM = partial(FusedAdam, lr=2.5e-4)
 RUNS = {
     "PPO": (PPO, "torch/CartPole-v1", {"n_steps": 16, "batch_size": 32, "n_epochs": 2}),
+    "PPO, a short minibatch": (PPO, "torch/CartPole-v1", {"n_steps": 16, "batch_size": 48, "n_epochs": 2}),
     "PPO, Box": (PPO, "torch/Pendulum-v1", {"n_steps": 16, "batch_size": None, "n_epochs": 2}),
     "A2C": (partial(A2C, optimizer=ADAM), "torch/CartPole-v1", {"rollouts_per_epoch": 4}),
     "PQN": (partial(PQN, optimizer=ADAM), "torch/Maze-v0", {"n_steps": 16, "batch_size": 64, "n_epochs": 2}),

@@ -360,7 +360,7 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
             ["fit", "--config", "ppo/cartpole.yaml", "--trainer.max_epochs", "x"],
             "trainer.max_epochs='x' must be a number",
         ),
-        (["fit", "--config", "ppo/cartpole.yaml", "--data.batch_size", "100"], "batch_size=100 does not divide"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--data.batch_size", "1000"], "batch_size=1000 must lie"),
         (["fit", "--config", "ppo/cartpole.yaml", "--model.gamma", "7"], "gamma=7.0 must lie in"),
         (["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "CartPol-v1"], "did you mean CartPole-v1"),
         (["fit", "--config", "ppo/cartpole.yaml", "--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is not a file"),

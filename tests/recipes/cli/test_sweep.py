@@ -536,7 +536,7 @@ def test_a_config_alone_is_searched_in_its_algorithm_s_ranges(tmp_path, monkeypa
 @pytest.mark.long
 def test_a_changed_file_goes_on_after_failed_trials(sweep, monkeypatch):
     def fails(*arguments):
-        raise UsageError("batch_size=256 does not divide n_envs*n_steps=136")
+        raise UsageError("batch_size=256 must lie between 1 and n_envs*n_steps=136")
 
     monkeypatch.setattr(sweep_module, "run_once", fails)
     assert sweep(n_trials=5)[0] == 1
