@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from datamodules.language.other_formats import in_own_format
 from datamodules.language.sources import TEXTS, as_messages, as_prompt, as_text, refuse, short
 from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.text.records import PlacedRecord
 
 #: Columns of formats that are read otherwise, or not at all.
-_OF_OTHER_FORMATS = frozenset({"completions", "messages", "conversations", "image", "images"})
+_OF_OTHER_FORMATS = frozenset({"completions", "image", "images"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -36,6 +37,7 @@ def as_record(
             raise UsageError(
                 f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
             )
+    record = in_own_format(record, place)
     _refuse_other_formats(record, place)
     if reshape is not None:
         record = reshape(record, place)
@@ -73,14 +75,9 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     """Refuses, by name, dataset formats that no algorithm here supports."""
     if _OF_OTHER_FORMATS.isdisjoint(row):
         return
-    messages = row.get("messages", row.get("conversations"))
-    first = messages[0] if isinstance(messages, list) and messages else None
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         what = "with 'labels' is stepwise supervision of a process reward model; give prompt, completion and label"
         raise refuse(place, "completions", what)
-    if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
-        what = "have from and value, ShareGPT's format; give messages with role (system, user, assistant) and content"
-        raise refuse(place, "messages", what)
     for name in ("image", "images"):
         if row.get(name) is not None:
             raise refuse(place, name, "belongs to a vision dataset, and only text is read here; leave the column out")

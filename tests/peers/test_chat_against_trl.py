@@ -99,10 +99,11 @@ def our_labels(tokenizer, rows, folder, **settings):
     return rows
 
 
-@pytest.mark.parametrize("template", ["qwen2_5_training", "llama3_training"])
+@pytest.mark.parametrize("template", ["qwen2_5_training", "llama3_training", "qwen3", "qwen3_5_think", "gptoss"])
 def test_assistant_turns_are_trls_by_the_templates_own_mask(template, tmp_path):
-    tokenizer = tokenizer_with(template)
-    rows = [{"messages": CONVERSATIONS[name]} for name in ("one turn", "two turns")]
+    """Those of Qwen3, Qwen3.5 and gpt-oss are of TRL's training variants, which both take for several turns."""
+    tokenizer, names = tokenizer_with(template), ("one turn", "two turns")
+    rows = [{"messages": CONVERSATIONS["two turns" if "training" not in template else name]} for name in names]
     theirs = trl_labels(tokenizer, rows, tmp_path, assistant_only_loss=True)
     assert our_labels(tokenizer, rows, tmp_path) == theirs
     assert any(label == -100 for label in theirs[1][1]) and any(label != -100 for label in theirs[1][1])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, groupby
 from typing import Any
 
@@ -14,6 +15,7 @@ from rl_modules.language.text.control_tokens import ControlTokens
 from rl_modules.language.text.encoding import Messages, TextEncoder
 from rl_modules.language.text.records import place_of
 from rl_modules.language.text.rendering import render
+from rl_modules.language.text.training_template import training_template
 
 #: Characters that a message about a difference shows.
 _SHOWN = 20
@@ -44,19 +46,24 @@ def refuse_loss(message: Mapping[str, Any], rendered: str) -> None:
             )
 
 
-def why_no_beginning(turn: int, text: str, whole: str) -> str:
+class Ambiguous(UsageError):
+    """Raised if it is not known which tokens of a conversation the assistant wrote."""
+
+
+def no_beginning(turn: int, text: str, whole: str) -> Ambiguous:
     """Says why the tokens of a conversation up to an assistant's message do not begin those of the ``whole``."""
     if whole.startswith(text):
-        return (
+        return Ambiguous(
             f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
             f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
             "assistant wrote; give a template whose turns do not end with it, or one with {% generation %} blocks, "
             "or set completion_only_loss=false to learn all tokens"
         )
-    return (
+    return Ambiguous(
         f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
-        "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
-        "completion_only_loss=false to learn all tokens"
+        "{% generation %} blocks that mark what the assistant wrote; TRL's package has templates with them "
+        "(chat_templates/*_training.jinja), of which the model's is taken by itself after `pip install trl`, or put "
+        "one as chat_template.jinja into the tokenizer's folder, or set completion_only_loss=false to learn all tokens"
     )
 
 
@@ -242,7 +249,8 @@ class ChatEncoder(TextEncoder):
         """Token ids of a whole conversation, and which of them the assistant wrote, from message ``first`` on.
 
         The template's ``{% generation %}`` blocks mark them. Without blocks an assistant's turn is what is added to the
-        messages before it with an opened turn. A message with ``weight: 0``, as OpenAI's format has it, does not count.
+        messages before it with an opened turn; where that is ambiguous, TRL's training template has blocks. A message
+        with ``weight: 0``, as OpenAI's format has it, does not count.
         """
         added = len(self.messages(messages)) - len(messages)
         messages, first = self.messages(messages), first + added
@@ -252,7 +260,23 @@ class ChatEncoder(TextEncoder):
             raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
         if _GENERATION.search(str(self.tokenizer.chat_template)):
             return _by_own_mask(self, messages, record, first, flags)
-        return _by_prefixes(self, messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
+        try:
+            return _by_prefixes(self, messages, record, [i for i, flag in zip(answers, flags, strict=True) if flag])
+        except Ambiguous:
+            if self._blocks is None:
+                raise
+            return _by_own_mask(self, messages, record, first, flags, chat_template=self._blocks)
+
+    @cached_property
+    def _blocks(self) -> str | None:
+        """The training variant of the chat template, for conversations whose turns it does not tell apart."""
+        name, template = training_template(str(self.tokenizer.chat_template)) or ("", None)
+        if template is not None:
+            notice(
+                f"conversations whose messages the chat template renders differently when others follow are rendered "
+                f"with TRL's {name}, whose {{% generation %}} blocks mark what the assistant wrote"
+            )
+        return template
 
     def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
         """Token ids of a whole conversation."""
@@ -287,8 +311,11 @@ class ChatEncoder(TextEncoder):
         how = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
         return str(self._render(messages, record, **how))
 
-    def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
-        return render(self.tokenizer, messages, record, self.chat_template_kwargs, **how)
+    def _render(
+        self, messages: Messages, record: Mapping[str, Any], chat_template: str | None = None, **how: Any
+    ) -> Any:
+        other = {} if chat_template is None else {"chat_template": chat_template}
+        return render(self.tokenizer, messages, record, self.chat_template_kwargs | other, **how)
 
 
 def _is_prefilled(messages: Messages) -> bool:
@@ -322,7 +349,7 @@ def answer_start(
     needed = len(asked) if prefilled else common_length(asked, encoder._render(before, record))
     shared = common_length(asked, text)
     if shared < needed or start == len(ids):
-        raise UsageError(
+        raise Ambiguous(
             "the chat template renders the messages before an answer differently when it follows "
             f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
             "known where the answer begins; give another template, or for SFT one with {% generation "
@@ -339,16 +366,17 @@ def answer_start(
 
 
 def _by_own_mask(
-    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool]
+    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool], **how: Any
 ) -> tuple[list[int], list[bool]]:
-    rendered = encoder._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    marked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    rendered = encoder._render(messages, record, **marked, **how)
     ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
-    text = encoder._render(messages, record)
+    text = encoder._render(messages, record, **how)
     encoder._note_unknown([ids], [text])
     if messages[-1]["role"] == "assistant":
         refuse_loss(messages[-1], text)
     if first:  # what the template renders of the messages before does not count
-        before = encoder._tokens([encoder._render(messages[:first], record)], False, note=False)[0]
+        before = encoder._tokens([encoder._render(messages[:first], record, **how)], False, note=False)[0]
         shared = common_length(before, ids)
         written[:shared] = [False] * shared
     if not any(written):
@@ -385,7 +413,7 @@ def _by_prefixes(
             beginning = encoder._tokens([closed], False, note=False)[0]
             end = len(beginning)
             if ids[:end] != beginning:
-                raise UsageError(why_no_beginning(turn, closed, whole))
+                raise no_beginning(turn, closed, whole)
         refuse_loss(messages[turn], whole)
         written[start:end] = [True] * (end - start)
     return ids, written

@@ -25,7 +25,8 @@ BLOCKS = {
 REFUSED = {
     "stepwise supervision": ("prompt-completion", ["stepwise supervision of a process reward model"] * 3),
     "vision": ("prompt-completion", ["'images' belongs to a vision dataset"] * 2 + ["'image' belongs to a vision"]),
-    "ShareGPT": ("language modeling, conversational", ["from and value, ShareGPT's format"] * 3),
+    "ShareGPT of other speakers": ("language modeling, conversational", [
+        f"message {i} from '{who}', where one of" for i, who in ((0, "alien"), (1, "bing"), (1, "function_call"))]),
     "a list of parts": ("prompt-completion, conversational", ["message 0 has a list of parts as its content"] * 3),
     "a conversation without an answer": ("language modeling, conversational", [
         "'messages' has roles user,", "'messages' has roles assistant, user,", "'messages' has roles system, user,"]),
@@ -108,6 +109,9 @@ def test_what_is_learned_of_each_format(tmp_path):
     assert first("language modeling")["text_ids"] == "The sky is blue.<eos>"
     talk = first("language modeling, conversational")
     assert talk["text_ids"] == "<u>What color is the sky?<a>Blue.<eos>"
+    assert first("language modeling, conversational, ShareGPT")["text_ids"] == talk["text_ids"]
+    alpaca = first("prompt-completion, Alpaca")
+    assert alpaca == {"prompt_ids": "Which color?\nthe sky", "completion_ids": "Blue.<eos>"}
     assert first("prompt-only, conversational")["prompt_ids"] == "<u>2+2=<a>"
     assert first("prompt-completion")["completion_ids"] == " blue.<eos>"
     explicit, implicit = (first(f"preference, {kind} prompt") for kind in ("explicit", "implicit"))
@@ -117,6 +121,22 @@ def test_what_is_learned_of_each_format(tmp_path):
     assert explicit == implicit and explicit["prompt_ids"] == "<u>The sky?<a>"
     assert first("unpaired preference")["chosen_ids"] == " blue.<eos>"
     assert first("unpaired preference, conversational")["prompt_ids"] == "<u>The sky?<a>"
+
+
+def test_rows_of_other_formats_with_a_system_prompt_a_history_and_answers_alone(tmp_path):
+    def read(name, row):
+        return answers(name, records(name, path=write([row], tmp_path / "rows.jsonl")))[0]
+
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    sharegpt = read("language modeling, conversational", {"conversations": talk, "system": "Be kind."})
+    assert sharegpt["text_ids"] == "<s>Be kind.<u>Hi<a>Hello.<eos>"
+    pair = {"conversations": talk[:1], "chosen": talk[1], "rejected": {"from": "gpt", "value": "No."}}
+    found = read("preference, conversational", {**pair, "prompt": pair["conversations"]})
+    assert found == {"prompt_ids": "<u>Hi<a>", "chosen_ids": "Hello.<eos>", "rejected_ids": "No.<eos>"}
+    row = {"instruction": "And two?", "input": "2", "output": "II", "system": "Roman.", "history": [["One?", "I"]]}
+    alpaca = read("prompt-completion, conversational", row)
+    assert alpaca == {"prompt_ids": "<s>Roman.<u>One?<a>I<eos><u>And two?\n2<a>", "completion_ids": "II<eos>"}
+    assert read("language modeling", {**row, "text": "Whole."})["text_ids"] == "Whole.<eos>"
 
 
 @pytest.mark.parametrize("name", REFUSED)

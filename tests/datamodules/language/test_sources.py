@@ -60,12 +60,8 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
         ),
         (b'{"prompt": null}', "data.jsonl:2: 'prompt' is null"),
         (
-            b'{"conversations": [{"from": "human", "value": "a"}]}',
-            "data.jsonl:2: 'messages' have from and value, ShareGPT",
-        ),
-        (
-            b'{"messages": [{"from": "human", "value": "a"}]}',
-            "ShareGPT's format; give messages with role .* and content",
+            b'{"conversations": [{"from": ["human"], "value": "a"}]}',
+            "data.jsonl:2: 'conversations' has a message 0 from",
         ),
         (b'{"prompt": 3}', "data.jsonl:2: 'prompt' is int 3, where text or a list of messages"),
         (b'{"prompt": []}', r"'prompt' is list \[\]"),

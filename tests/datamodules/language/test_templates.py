@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
-from rl_modules.language.text import rendering
+from rl_modules.language.text import rendering, training_template
 from rl_modules.language.text.chat_template import encoder_of
 
 FOUND = importlib.util.find_spec("trl")
@@ -123,6 +124,7 @@ def test_a_stage_learns_what_the_template_renders(name, turns, thoughts, tmp_pat
     is_lost = not all(squeezed(part) in text for answer, text in zip(answers, texts, strict=True)
                       for part in (answer["content"], answer.get("reasoning_content", "")))  # fmt: skip
     assert is_lost or name.removesuffix("_training") not in FOR_PARTS
+    earlier = rendered(tokenizer, before[:2])
     for stage, encoded in STAGES.items():
         if stage == "texts" and thoughts:
             continue
@@ -133,14 +135,17 @@ def test_a_stage_learns_what_the_template_renders(name, turns, thoughts, tmp_pat
             found = encoded(tokenizer, str(path))
         except UsageError as error:
             refusal = str(error)
+        expected, variant = wholes, FOLDER / f"{name}_training.jinja"
+        if stage == "messages" and not all(whole[: len(earlier)] == earlier for whole in wholes) and variant.is_file():
+            trained = variant.read_text("utf-8")
+            expected = [rendered(tokenizer, [*before, answer], chat_template=trained) for answer in answers]
         if "differently when others follow" in refusal:
-            earlier = rendered(tokenizer, before[:2])
-            assert stage == "messages" and wholes[0][: len(earlier)] != earlier
+            assert stage == "messages" and wholes[0][: len(earlier)] != earlier and not variant.is_file()
             continue
         assert is_lost == ("leaves out the" in refusal), refusal
         if is_lost:
             continue
-        assert [[*prompt, *answer] for prompt, answer in found] == wholes
+        assert [[*prompt, *answer] for prompt, answer in found] == expected
         starts = [shared(opened, ids) for ids in wholes]
         if encoded is preferences:
             starts = [min(starts)] * 2
@@ -150,6 +155,51 @@ def test_a_stage_learns_what_the_template_renders(name, turns, thoughts, tmp_pat
             assert squeezed(message["content"]) not in squeezed(tokenizer.decode(prompt))
             if stage not in ("messages", "completions"):
                 assert len(prompt) == start
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [
+    {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}]}  # fmt: skip
+TURNS = {
+    "plain": [USER, GOOD, ASKED, BAD],
+    "reasoning": [USER, {**GOOD, "reasoning_content": "Add."}, ASKED, {**BAD, "reasoning_content": "Add them."}],
+    "call": [USER, CALL, {"role": "tool", "name": "weather", "content": "20"}, GOOD, ASKED, BAD],
+}
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "gptoss"])
+def test_of_several_turns_all_that_the_assistant_wrote_is_learned(name, turns, monkeypatch, caplog):
+    """The expectation is what stands between the family's marks of an assistant's turn."""
+    tokenizer, messages = tokenizer_with(name), TURNS[turns]
+    turn = r"(?<=<\|im_start\|>assistant\n).*?<\|im_end\|>\n?"
+    if name == "gptoss":  # whose opening TRL's blocks have, too
+        turn = r"<\|start\|>assistant.*?(?:<\|end\|>|<\|return\|>|<\|call\|>)"
+    with caplog.at_level(logging.INFO):
+        ids, written = encoder_of(tokenizer).conversation(messages, {})
+        encoder_of(tokenizer).conversation(messages[:2], {})
+    text = tokenizer.decode(ids)
+    turns = re.findall(turn, text, re.DOTALL)
+    assert all(m["content"] in "".join(turns) for m in messages if m["role"] == "assistant") and len(turns) > 1
+    learned = tokenizer.decode([token for token, flag in zip(ids, written, strict=True) if flag])
+    assert learned.replace("<|im_end|>\n", "<|im_end|>") == "".join(turns).replace("<|im_end|>\n", "<|im_end|>")
+    told = [record.message for record in caplog.records if f"{name}_training.jinja" in record.message]
+    assert len(told) <= 1 and (told or turns != "plain")
+    monkeypatch.setattr(training_template, "find_spec", lambda name: None)
+    if told:
+        with pytest.raises(UsageError, match=r"pip install trl.*chat_template\.jinja"):
+            encoder_of(tokenizer).conversation(messages, {})
+
+
+def test_the_training_templates_are_trls():
+    utilities = pytest.importorskip("trl.chat_template_utils")
+    for name in TEMPLATES:
+        found = training_template.training_template(tokenizer_with(name).chat_template)
+        try:
+            theirs = utilities.get_training_chat_template(tokenizer_with(name))
+        except ValueError:  # TRL has none
+            theirs = None
+        assert theirs is None or found == (f"{name}_training.jinja", theirs)
+        assert (found is None) == (not (FOLDER / f"{name}_training.jinja").is_file())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
