@@ -265,7 +265,7 @@ class ChatEncoder(TextEncoder):
         except Ambiguous:
             if self._blocks is None:
                 raise
-            return _by_own_mask(self, messages, record, first, flags, chat_template=self._blocks)
+            return _by_own_mask(self, messages, record, first, flags, self._blocks)
 
     @cached_property
     def _blocks(self) -> str | None:
@@ -308,13 +308,11 @@ class ChatEncoder(TextEncoder):
 
     def _opened(self, messages: Messages, record: Mapping[str, Any], prefilled: bool) -> str:
         """Messages up to the place where the assistant's turn begins, or its unfinished last message continues."""
-        how = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+        how: dict[str, Any] = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
         return str(self._render(messages, record, **how))
 
-    def _render(
-        self, messages: Messages, record: Mapping[str, Any], chat_template: str | None = None, **how: Any
-    ) -> Any:
-        other = {} if chat_template is None else {"chat_template": chat_template}
+    def _render(self, messages: Messages, record: Mapping[str, Any], template: str | None = None, **how: Any) -> Any:
+        other = {} if template is None else {"chat_template": template}
         return render(self.tokenizer, messages, record, self.chat_template_kwargs | other, **how)
 
 
@@ -366,17 +364,23 @@ def answer_start(
 
 
 def _by_own_mask(
-    encoder: Any, messages: Messages, record: Mapping[str, Any], first: int, flags: Sequence[bool], **how: Any
+    encoder: Any,
+    messages: Messages,
+    record: Mapping[str, Any],
+    first: int,
+    flags: Sequence[bool],
+    template: str | None = None,
 ) -> tuple[list[int], list[bool]]:
-    marked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    rendered = encoder._render(messages, record, **marked, **how)
+    rendered = encoder._render(
+        messages, record, template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
-    text = encoder._render(messages, record, **how)
+    text = encoder._render(messages, record, template)
     encoder._note_unknown([ids], [text])
     if messages[-1]["role"] == "assistant":
         refuse_loss(messages[-1], text)
     if first:  # what the template renders of the messages before does not count
-        before = encoder._tokens([encoder._render(messages[:first], record, **how)], False, note=False)[0]
+        before = encoder._tokens([encoder._render(messages[:first], record, template)], False, note=False)[0]
         shared = common_length(before, ids)
         written[:shared] = [False] * shared
     if not any(written):
