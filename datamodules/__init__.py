@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gymnasium.envs.registration import register, registry
 
+from rl_modules.common.foreign_names import refuse_import
+
 _EXPORTS = {
     "InstructionDataModule": "datamodules.language.instruction",
     "PreferenceDataModule": "datamodules.language.preference",
@@ -45,6 +47,7 @@ for _name in ("CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContin
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
+    refuse_import(__name__, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

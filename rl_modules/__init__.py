@@ -6,6 +6,8 @@ Classes are imported when they are first used, so that control tasks do not impo
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_modules.common.foreign_names import refuse_import
+
 #: Names by the file that has them.
 _MODULES = {
     "a2c": ["A2C"],
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
+    refuse_import(__name__, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

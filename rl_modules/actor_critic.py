@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network, sde_sample_freq, use_sde
 from rl_modules.common.masks import split_mask
+from rl_modules.common.schedules import Rate
 from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import Scheduled, setting
 from rl_modules.distributions import Distribution, as_distribution
@@ -31,7 +32,7 @@ class ActorCriticModule(ControlModule):
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
     gae_lambda: float = setting(default=0.95, says="λ of generalized advantage estimation", least=0, most=1)
     normalize_advantage: bool = setting(default=True, says="whiten advantages within each minibatch, over all ranks")
-    ent_coef: Scheduled[float | str, float] = setting(
+    ent_coef: Scheduled[Rate, float] = setting(
         default=0.0,
         says="weight of the entropy bonus, in units of advantage per nat; a number or a schedule",
     )

@@ -16,15 +16,16 @@ from rl_modules.checkpoints import load, load_initial_weights, save
 from rl_modules.common.arguments import OWN_NETWORKS, Custom, chosen_by_checkpoint, require_callable, to_plain
 from rl_modules.common.arguments import build as made_by
 from rl_modules.common.errors import UsageError
+from rl_modules.common.foreign_names import METHODS, NoMethod, no_method
 from rl_modules.common.modules import evaluation_mode
 from rl_modules.common.named_code import named_code
-from rl_modules.common.schedules import parse_schedule, schedule_value
+from rl_modules.common.schedules import OptionalRate, as_notation, parse_schedule, schedule_value
 from rl_modules.common.spaces import policy_input, space_to_dict, to_environment
 from rl_modules.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Minibatch, Statistics
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.resume import step_schedulers_of_epochs
 from rl_modules.core.seams import DATAMODULES, check_source, check_trainer, require_acted
-from rl_modules.core.settings import made, one_or_all, setting
+from rl_modules.core.settings import Converted, made, one_or_all, setting
 from rl_modules.core.state import transient
 from rl_modules.distributions.state_dependent import check_sde
 from rl_modules.fast import is_recording
@@ -50,7 +51,8 @@ Space = Annotated[spaces.Space | dict[str, Any] | None, dict[str, Any] | None]
 
 
 def check_rate(name: str, value: Any) -> Any:
-    """Refuses what is no schedule."""
+    """Refuses what is no schedule; returns a function of the remaining progress as points."""
+    value = as_notation(value)
     if value is not None:
         parse_schedule(value, name)
     return value
@@ -122,10 +124,11 @@ class ControlModule(Algorithm):
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
 
-    learning_rate: float | str | None = setting(
+    learning_rate: Converted[OptionalRate, float | str | None] = setting(
         default=None,
         says="step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over ``total_timesteps``, "
-        "points such as ``0:3e-4, 1:0`` (share of training: value), or None for the optimizer's own",
+        "points such as ``0:3e-4, 1:0`` (share of training: value), a function of the remaining share (in Python; it "
+        "becomes points), or None for the optimizer's own",
         check=check_rate,
     )
     optimizer_factory: OptimizerFactory | None = setting(
@@ -182,6 +185,8 @@ class ControlModule(Algorithm):
         "called",
     )
 
+    #: Stable-Baselines3's, which is not here; Python asks an object of this class for it by ``__getattr__``.
+    load = NoMethod()
     #: After `configure_model` the spaces of what the network sees, without an ``action_mask``, and of actions.
     observation_space: Any = made()
     action_space: Any = made()
@@ -228,6 +233,14 @@ class ControlModule(Algorithm):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in METHODS:
+                raise AttributeError(no_method(type(self), name)) from error
+            raise
 
     # ---------------------------------------------------------------- the run
 

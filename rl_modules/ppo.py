@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule
+from rl_modules.common.schedules import OptionalRate, Rate
 from rl_modules.contract import MINIBATCHES, Minibatch, Rollout
 from rl_modules.core.resume import uncount_step
 from rl_modules.core.settings import Converted, Scheduled, setting
@@ -45,13 +46,13 @@ class PPO(ActorCriticModule):
     experience = MINIBATCHES
     shapes_batch = ("policy_objective",)
 
-    clip_range: Scheduled[float | str, float] = setting(
+    clip_range: Scheduled[Rate, float] = setting(
         default=0.2,
         says="ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``",
         least=LEAST_CLIP_RANGE,
         idle=lambda m: m.penalizes and "with policy_objective=penalty; set that to clip",
     )
-    clip_range_vf: Scheduled[float | str | None, float | None] = setting(
+    clip_range_vf: Scheduled[OptionalRate, float | None] = setting(
         default=None,
         says="the same for the value, in units of return; None: no value clipping",
         least=LEAST_CLIP_RANGE,

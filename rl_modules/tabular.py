@@ -15,11 +15,11 @@ from torch import Tensor
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.schedules import Schedule, parse_schedule, schedule_value
+from rl_modules.common.schedules import OptionalRate, Schedule, as_notation, parse_schedule, schedule_value
 from rl_modules.contract import EVERY_STEP, Minibatch, Rollout
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.resume import count_step
-from rl_modules.core.settings import changed, fixed, setting
+from rl_modules.core.settings import Converted, changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.exploration import exploration_rate
 
@@ -74,7 +74,8 @@ def _parse_step_size(learning_rate: float | str) -> Schedule:
 
 
 def check_step_size(name: str, value: Any) -> Any:
-    """Refuses what is no step size of a table."""
+    """Refuses what is no step size of a table; returns a function of the remaining progress as points."""
+    value = as_notation(value)
     if _parse_visit_exponent(value) is None:
         _parse_step_size(value)
     return value
@@ -88,7 +89,7 @@ class TabularControl(ControlModule):
     n_tables = 1
 
     gamma: float = setting(default=0.99, says="discount γ per transition", least=0, most=1)
-    learning_rate: float | str | None = changed(
+    learning_rate: Converted[OptionalRate, float | str | None] = changed(
         default=0.1,
         says="step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over "
         "``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or "

@@ -13,10 +13,10 @@ from rl_modules.base import OptimizerFactory
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.modules import tree_map
-from rl_modules.common.schedules import parse_schedule
+from rl_modules.common.schedules import OptionalRate, Rate, parse_schedule
 from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
-from rl_modules.core.settings import Scheduled, changed, fixed, made, setting
+from rl_modules.core.settings import Converted, Scheduled, changed, fixed, made, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution
 from rl_modules.fast.adam import adam, clip_grad_norm
@@ -54,7 +54,7 @@ class TRPO(ActorCriticModule):
     experience = WHOLE_ROLLOUTS
     value_network: ValueNetwork = made()
 
-    target_kl: Scheduled[float | str, float] = setting(
+    target_kl: Scheduled[Rate, float] = setting(
         default=0.01,
         says="the trust region's size, in nats; a number or a schedule, as for ``learning_rate``: under "
         "``lin_<number>`` the policy's steps decay to 0",
@@ -68,7 +68,7 @@ class TRPO(ActorCriticModule):
     batch_size: int = setting(
         default=128, says="transitions per minibatch of the critic; the last one contains the remainder", least=1
     )
-    learning_rate: float | str | None = changed(
+    learning_rate: Converted[OptionalRate, float | str | None] = changed(
         says="of the critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as "
         "``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3)"
     )

@@ -18,6 +18,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli.options import ALONE, CLASS_OPTIONS, GROUPS, arguments_of, options_in, unknown_option
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
+from rl_modules.common.foreign_names import CLASSES
 from rl_modules.common.loading import import_user_module, load_object, member_of
 from rl_modules.core.settings import Setting
 
@@ -58,6 +59,8 @@ def _resolve(group: str, path: str) -> type:
             imported = {cls.__name__: cls for cls in _subclasses(BASES[group])}
             if not module and name in imported:
                 return imported[name]
+            if name in CLASSES:
+                raise UsageError(f"{group} class {name!r} is not here; {CLASSES[name]}")
             raise UsageError(
                 f"{group} class {name!r} is unknown; known are {', '.join(package.__all__)}"
                 f"{did_you_mean(name, package.__all__)}"

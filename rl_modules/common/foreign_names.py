@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 
@@ -17,7 +17,7 @@ GENERAL = {
     "num_envs": "data.n_envs",
     "epochs": "trainer.max_epochs",
     "seed": "seed_everything",
-    "device": "trainer.devices",
+    "device": "trainer.accelerator",
     "gpus": "trainer.devices",
     "gpu": "trainer.devices",
     "ckpt": "ckpt_path",
@@ -50,6 +50,41 @@ STABLE_BASELINES3 = {
     "eval_steps": "data.eval_freq",
     "log_interval": "model.log_every",
     "save_freq": "checkpoint.interval_s",
+    "verbose": "trainer.enable_progress_bar",
+}
+#: Names of its methods and attributes, and of those of sb3-contrib, with what to use here.
+METHODS = {
+    "learn": "recipes.Trainer().fit(model, data) trains it for the datamodule's total_timesteps",
+    "save": "trainer.save_checkpoint(path) writes a checkpoint, as each run does by itself, and `rl export-sb3` makes "
+    "an archive of Stable-Baselines3 of one",
+    "load": "load_from_checkpoint(path) loads a checkpoint, and `rl import-sb3 model.zip -o model.ckpt` writes one of "
+    "an archive of Stable-Baselines3",
+    "get_parameters": "state_dict() returns the weights",
+    "set_parameters": "load_state_dict(weights) sets the weights",
+    "set_env": "environments belong to a datamodule: fit with another one goes on with these weights",
+    "get_env": "environments belong to the datamodule, which makes them of its env_id",
+    "policy": "network is the network; act and predict choose actions",
+    "save_replay_buffer": "the buffer is the datamodule's, and a run's checkpoint holds it",
+    "load_replay_buffer": "the buffer is the datamodule's, and a run resumes with it",
+    "num_timesteps": "transitions are counted by the datamodule, as its num_timesteps",
+    "set_logger": "loggers belong to the Trainer",
+    "set_random_seed": "the seed is the datamodule's seed",
+}
+#: Names of its classes and functions, and of those of sb3-contrib, with what to use here.
+CLASSES = {
+    "MaskablePPO": "PPO reads action masks where the environment gives them, or predict's action_masks",
+    "HerReplayBuffer": "ReplayDataModule(…, n_sampled_goal=4, goal_selection_strategy='future') replays in hindsight",
+    "NStepReplayBuffer": "ReplayDataModule(…, n_steps=3) replays returns of n steps",
+    "ReplayBuffer": "ReplayDataModule(env_id, buffer_size=…) has the buffer",
+    "DictReplayBuffer": "ReplayDataModule(env_id, buffer_size=…) has the buffer, for any space",
+    "VecNormalize": "the datamodule normalises: norm_obs=True, norm_reward=True",
+    "VecFrameStack": "the datamodule's wrappers take Gymnasium's: [{'class_path': "
+    "'gymnasium.wrappers.FrameStackObservation', 'init_args': {'stack_size': 4}}]",
+    "make_vec_env": "the datamodule makes its n_envs environments",
+    "DummyVecEnv": "the datamodule makes its n_envs environments",
+    "SubprocVecEnv": "the datamodule makes its n_envs environments, in processes with vectorization_mode='async'",
+    "EvalCallback": "the datamodule evaluates: eval_freq, n_eval_episodes",
+    "CheckpointCallback": "each run writes checkpoints by itself: recipes.callbacks.Checkpoints(interval_s=60)",
 }
 #: CleanRL.
 CLEANRL = {
@@ -133,6 +168,10 @@ DIFFERENT = {
 }
 #: What to use here in place of an option that does not exist.
 INSTEAD = {
+    "replay_buffer_class": "the buffer is ReplayDataModule's: n_sampled_goal=4 replays in hindsight, n_steps=3 returns "
+    "of n steps",
+    "replay_buffer_kwargs": "the buffer is ReplayDataModule's, with n_sampled_goal, goal_selection_strategy, n_steps "
+    "and buffer_size",
     "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "
     "repetition_penalty",
     "model_init_kwargs": "fields of the architecture are model_config; torch_dtype, attn_implementation, "
@@ -193,6 +232,27 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
             near = f"; environments belong to a datamodule: {three_lines(cls)}"
         near = near or did_you_mean(name, known) + (f"; {hint}" if hint else "")
         raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
+
+
+class NoMethod:
+    """A name of :data:`METHODS` on a class that has no such method."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(no_method(owner, self.name))
+
+
+def no_method(cls: type, name: str) -> str:
+    """Returns the sentence for another library's method or attribute."""
+    return f"{cls.__name__} has no {name}; {METHODS[name]}"
+
+
+def refuse_import(package: str, name: str) -> None:
+    """Raises the sentence for another library's class; does nothing for any other name."""
+    if name in CLASSES:
+        raise ImportError(f"{package} has no {name}; {CLASSES[name]}", name=package)
 
 
 def default_of(cls: type, name: str) -> Any:

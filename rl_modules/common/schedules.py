@@ -1,10 +1,19 @@
 """Values that change with the remaining share of training."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from rl_modules.common.errors import UsageError
+
+#: What a scheduled argument may be, and what a file may say of it: see :func:`as_notation`.
+Rate = Annotated[float | str | Callable[[float], float], float | str]
+OptionalRate = Annotated[float | str | Callable[[float], float] | None, float | str | None]
+#: Parts into which training is divided for a schedule that is a function.
+_PARTS = 1000
+#: Largest difference of the straight lines from that function, as a share of its largest value.
+_TOLERANCE = 1e-4
 
 
 class Schedule(NamedTuple):
@@ -18,6 +27,31 @@ class Schedule(NamedTuple):
     shape: str = "constant"
     #: Share of training done and value there, in order; with straight lines between.
     points: tuple[tuple[float, float], ...] = ()
+
+
+def as_notation(value: Any) -> Any:
+    """Returns the points of a schedule that is a function, which a checkpoint can hold; another value as it is.
+
+    Args:
+        value: among others a function from the remaining share of training, 1 to 0, as Stable-Baselines3 takes it. It
+            is called here alone, at 1,001 places, and points on it are kept between which straight lines differ from it
+            by at most 1e-4 of its largest value; a jump becomes a ramp of a thousandth of training.
+    """
+    if not callable(value):
+        return value
+    points = [(i / _PARTS, float(value(1.0 - i / _PARTS))) for i in range(_PARTS + 1)]
+    kept = _thinned(points, _TOLERANCE * max(abs(y) for _, y in points))
+    return kept[0][1] if len({y for _, y in kept}) == 1 else ", ".join(f"{x:g}:{y:.6g}" for x, y in kept)
+
+
+def _thinned(points: list[tuple[float, float]], tolerance: float) -> list[tuple[float, float]]:
+    """Returns the ends, and between them the points that straight lines need (Ramer, Douglas and Peucker)."""
+    (begin, first), (end, last) = points[0], points[-1]
+    away = [abs(first + (last - first) * (x - begin) / (end - begin) - y) for x, y in points]
+    worst = max(range(len(points)), key=away.__getitem__)
+    if not away[worst] > tolerance:
+        return [points[0], points[-1]]
+    return [*_thinned(points[: worst + 1], tolerance)[:-1], *_thinned(points[worst:], tolerance)]
 
 
 def parse_schedule(value: float | str, name: str) -> Schedule:

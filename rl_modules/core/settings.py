@@ -30,7 +30,7 @@ from typing_extensions import dataclass_transform  # typing has it from Python 3
 from rl_modules.common.arguments import chosen_by_checkpoint, has_arrays, plain
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.named_code import named_code, parts_of, refuse_named
-from rl_modules.common.schedules import Schedule, parse_schedule
+from rl_modules.common.schedules import Schedule, as_notation, parse_schedule
 from rl_modules.core.constructors import Given, known_annotations, recording, refuse_unknown, settle
 from rl_modules.core.state import persistent, transient
 
@@ -146,6 +146,7 @@ class Setting:
         if {*self.kinds} - {type(None)} == {bool} and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} must be true or false")
         if self.scheduled:
+            value = as_notation(value)
             parse_schedule(value, name)
             return value
         return self._number(name, value) if int in self.kinds or float in self.kinds else value

@@ -36,6 +36,37 @@ def test_anything_else_is_one_sentence(text: str) -> None:
         PPO(clip_range=text)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda left: 3e-4 * left,
+        lambda left: 2.0 * left**3,
+        lambda left: 1e-3 * math.sin(3 * left) ** 2,
+        lambda left: max(0.1, left),
+        lambda left: 7.0,
+    ],
+)
+def test_a_function_of_the_remaining_progress_becomes_points(function: Any) -> None:
+    model = PPO(learning_rate=function, clip_range=function)
+    assert model.clip_range == pytest.approx(max(function(1.0), 1e-6), rel=1e-5)
+    for notation in (model.hparams["learning_rate"], model.hparams["clip_range"]):
+        schedule = parse_schedule(notation, "x")
+        for left in np.linspace(0, 1, 137):
+            error = abs(schedule_value(schedule, left) - function(left))
+            assert error < 2e-4 * max(function(x / 100) for x in range(101))
+    assert len(str(model.hparams["learning_rate"])) < 4000
+    with pytest.raises(UsageError, match="learning_rate='0:-2, 1:-1' is no schedule"):
+        PPO(learning_rate=lambda left: -1.0 - left)
+
+
+def test_a_checkpoint_holds_the_points_of_a_function(tmp_path: Any) -> None:
+    model = PPO(learning_rate=lambda left: 1e-3 * left)
+    trainer = fit(model, rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=32))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+    assert PPO.load_from_checkpoint(tmp_path / "last.ckpt").learning_rate == "0:0.001, 1:0"
+
+
 @pytest.mark.parametrize("cls", [PPO, A2C, REINFORCE])
 def test_the_entropy_coefficient_follows_its_schedule_anew_in_each_fit(cls: Any) -> None:
     seen: list[float] = []
