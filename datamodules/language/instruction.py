@@ -13,12 +13,14 @@ from datamodules.language.formats import as_conversation
 from datamodules.language.passes import PassesDataModule
 from datamodules.language.sequences import Sequences
 from datamodules.language.sources import refuse
+from datamodules.language.truncation import shortened
 from rl_modules.common.errors import UsageError
 from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.settings import setting
+from rl_modules.core.settings import changed, setting
 from rl_modules.core.state import transient
 from rl_modules.language.contract import PackingLearner
+from rl_modules.language.text.encoding import Messages
 
 #: Columns that are added to records here; a source must not have columns of these names.
 ADDED = ("conversation", "whole", "text_ids", "completion_mask", "learned_ids")
@@ -63,7 +65,21 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         "selects what happens to longer ones",
         least=2,
     )
+    overlong = changed(
+        says="what to do with records that are longer: ``error``, ``drop`` with a printed count, or ``truncate``, as "
+        "``truncation_mode`` says; records of which nothing that counts is left are then dropped",
+        one_of=("error", "drop", "truncate"),
+    )
+    truncation_mode: str = setting(
+        default="keep_start",
+        says="what ``truncate`` keeps: ``keep_start``, the beginning; or ``keep_end``, the end. Of a conversation this "
+        "is its first or last whole turns, and of the first or last one alone, where that is too long, tokens",
+        one_of=("keep_start", "keep_end"),
+        idle=lambda data: data.overlong != "truncate" and "without overlong=truncate",
+    )
 
+    #: Whether the notice of records that are cut was printed.
+    _told_of_cut: bool = transient(False)
     #: The present bucket's number, and its steps.
     _bucket: tuple[int, list[Tensor]] = transient((-1, []))
 
@@ -113,6 +129,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
             # What a model completes may end with more of the chat template than what comes before a whole answer.
             other = {} if prompt == records[i]["prompt_ids"] else {"learned_ids": prompt}
             records[i] |= {"completion_ids": answer, **other}
+        records = self._cut(records) if self.overlong == "truncate" else records
         return [records[i] for i in self.fitting([len(first) + len(rest) for first, rest in map(_parts, records)])]
 
     def reshape(self, row: Record, place: str) -> Record:
@@ -154,15 +171,57 @@ class InstructionDataModule(PassesDataModule[Sequences]):
 
     def _encode_conversation(self, record: Record, number: int) -> Record:
         """Adds ``text_ids``, a conversation's tokens, and which of them but the first count."""
-        try:
+
+        def encode(messages: Messages, first: int) -> tuple[list[int], list[bool]]:
             if self.completion_only_loss:
-                ids, written = self.encoder.conversation(record["conversation"], record, len(record["prompt"]))
-            else:
-                ids = self.encoder.whole(record["conversation"], record)
-                written = [True] * len(ids)
+                ids, written = self.encoder.conversation(messages, record, first)
+                return ids, written
+            ids = self.encoder.whole(messages, record)
+            return ids, [True] * len(ids)
+
+        whole = record["conversation"], len(record["prompt"])
+        try:
+            ids, written = encode(*whole)
+            if self.overlong == "truncate" and len(ids) > self.limit:
+                self._tell_of_cut()
+                cut = shortened(*whole, encode, self.limit, self.truncation_mode == "keep_start")
+                ids, written = cut if any(cut[1][1:]) else (ids, written)
         except UsageError as error:
             raise UsageError(f"{self.source}: record {number}: {error}") from error
         return {**record, "text_ids": ids, "completion_ids": ids[1:], "completion_mask": written[1:]}
+
+    # ---------------------------------------------------------------- records that are too long
+
+    def cut_prompts(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Returns the ends of prompts that the model can't continue, under ``keep_end``."""
+        if self.overlong != "truncate" or self.truncation_mode != "keep_end":
+            return prompts
+        return [ids[-(self.policy.max_length - 1) :] for ids in prompts]
+
+    def _cut(self, records: list[Record]) -> list[Record]:
+        """Records of prompt and completion, and of texts, cut to ``limit`` tokens if some of a completion is left."""
+        limit, keeps_start = self.limit, self.truncation_mode == "keep_start"
+        cut = []
+        for record in records:
+            first, rest = _parts(record)
+            if len(first) + len(rest) > limit and rest and "conversation" not in record:
+                self._tell_of_cut()
+                whole = [*first, *rest][:limit] if keeps_start else [*first, *rest][-limit:]
+                start = len(first) if keeps_start else max(1, limit - len(rest))
+                if "text_ids" in record:
+                    record = {**record, "text_ids": whole, "completion_mask": [True] * (limit - 1)}
+                elif start < limit:
+                    record = {**record, "learned_ids": whole[:start], "completion_ids": whole[start:]}
+            cut.append(record)
+        return cut
+
+    def _tell_of_cut(self) -> None:
+        if not self._told_of_cut:
+            self._told_of_cut = True
+            notice(
+                f"{self.source}: records longer than {self.limit} tokens are cut to them "
+                f"(truncation_mode={self.truncation_mode}); of conversations whole turns go first"
+            )
 
     def table(self, records: list[Record]) -> Sequences:
         prompts, completions = zip(*map(_parts, records), strict=True) if records else ((), ())

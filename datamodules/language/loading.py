@@ -144,10 +144,14 @@ class RecordLoading(LanguageArguments):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds token ids to records; prompts that the model can't take are refused, or dropped."""
-        prompts = self.encoder.prompts([record["prompt"] for record in records], records)
+        prompts = self.cut_prompts(self.encoder.prompts([record["prompt"] for record in records], records))
         self.refuse_empty_prompts(prompts, records)
         kept = fitting([len(ids) for ids in prompts], self.policy.max_length - 1, self.source, self.overlong)
         return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
+
+    def cut_prompts(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Returns the prompts as a subclass cuts those that are too long."""
+        return prompts
 
     def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
         """Refuses records without a prompt."""

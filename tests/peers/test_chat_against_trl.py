@@ -75,7 +75,7 @@ def trl_labels(tokenizer, rows, folder, **settings):
                                   num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
     trainer = trl.SFTTrainer(
         AutoModelForCausalLM.from_config(config),
-        args=trl.SFTConfig(str(folder), report_to=[], use_cpu=True, bf16=False, max_length=None, **settings),
+        args=trl.SFTConfig(str(folder), report_to=[], use_cpu=True, bf16=False, **{"max_length": None, **settings}),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )
@@ -136,3 +136,16 @@ def test_turns_found_by_prefixes_are_those_of_the_mask_without_the_opening(tmp_p
     tokenizer = tokenizer_with("qwen2_5")
     text = "".join(tokenizer.decode([t]) if t != -100 else "" for t in found[0][1])
     assert text == "It is 4.<|im_end|>\nYes.<|im_end|>\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*keep_end:FutureWarning")
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_texts_that_are_too_long_are_cut_as_trls(mode, tmp_path):
+    """A prompt that leaves no room for its completion is left out by both."""
+    tokenizer = character_tokenizer()
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ab" * 5, "completion": "cd"},
+            {"prompt": "ab", "completion": "cd" * 9}, {"prompt": "abcdef", "completion": "ghij"}]  # fmt: skip
+    how = {"max_length": 8, "truncation_mode": mode}
+    theirs = trl_labels(tokenizer, rows, tmp_path, **how)
+    ours = our_labels(tokenizer, rows, tmp_path, overlong="truncate", **how)
+    assert ours == [(ids, [-100, *labels[1:]]) for ids, labels in theirs]  # nothing predicts the first

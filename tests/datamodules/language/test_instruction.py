@@ -326,6 +326,72 @@ def test_overlong_records_are_dropped_with_a_count(tmp_path, caplog):
     assert "2 of 3 records left out" in caplog.text
 
 
+TALK = [{"role": role, "content": text} for role, text in (
+    ("system", "S"), ("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "fgh"), ("user", "i"),
+    ("assistant", "j"))]  # fmt: skip
+EACH_TURN = ("{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% if m['role'][0] == 'a' %}{{ eos_token }}"
+             "{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}")  # fmt: skip
+
+
+def learned(data):
+    """Of each record its tokens as text, and those that count."""
+    table, found = data.train_table, []
+    for i in range(len(table)):
+        batch = table.batch(torch.tensor([i]), PAD)
+        ids = batch["tokens"].flatten()
+        found.append((TOKENIZER.decode(ids), TOKENIZER.decode(ids[batch["counted"]])))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("limit", range(10, 40))
+def test_a_conversation_that_is_too_long_loses_whole_turns_first(tmp_path, mode, limit):
+    """The expectation tries all ways to keep whole turns, and takes the longest."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = EACH_TURN
+
+    def text(messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def length(messages):
+        return len(tokenizer(text(messages)).input_ids)
+
+    ways = [TALK[:3], TALK[:5], TALK] if mode == "keep_start" else [TALK[:1] + TALK[i:] for i in (5, 3, 1)]
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": [TALK[1], TALK[6]]}])
+    how = {"overlong": "truncate", "truncation_mode": mode, "max_length": limit}
+    found = learned(attached(InstructionDataModule(path=path, batch_size=1, **how), tokenizer=tokenizer, max_length=50))
+    kept = max((way for way in ways if length(way) <= limit), key=length, default=None)
+    if kept is None:  # the tokens of the shortest way
+        ids = tokenizer(text(ways[0])).input_ids
+        expected = tokenizer.decode(ids[:limit] if mode == "keep_start" else ids[-limit:])
+        if mode == "keep_start" and limit <= length(TALK[:2]) + 3:  # no token of an answer
+            assert expected not in [whole for whole, _ in found]
+            return
+    else:
+        expected = text(kept)
+        answers = "".join(m["content"] + "<eos>" for m in kept if m["role"] == "assistant")
+        assert found[0][1] == answers
+    assert found[0][0] == expected
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_texts_that_are_too_long_are_cut_and_never_end_a_run(tmp_path, mode, caplog):
+    rows = [{"prompt": "abcd", "completion": "efgh"}, {"prompt": "x" * 100_000, "completion": "yz"},
+            {"prompt": "a", "completion": "b" * 100_000}, {"prompt": "a", "completion": "b"}]  # fmt: skip
+    path, text = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [{"text": "abcdefgh"}])
+    how = {"batch_size": 1, "overlong": "truncate", "truncation_mode": mode, "max_length": 6}
+    found = learned(attached(InstructionDataModule(path=path, **how)))
+    of_text = learned(attached(InstructionDataModule(path=text, **how)))
+    if mode == "keep_start":  # the second has no room for a completion
+        assert found == [("abcdef", "ef"), ("abbbbb", "bbbbb"), ("ab<eos>", "b<eos>")]
+        assert of_text == [("abcdef", "bcdef")] and "1 of 4 prompts left out" in caplog.text
+    else:
+        assert found == [("defgh<eos>", "efgh<eos>"), ("xxxyz<eos>", "yz<eos>"), ("bbbbb<eos>", "bbbb<eos>"),
+                         ("ab<eos>", "b<eos>")]  # fmt: skip
+        assert of_text == [("defgh<eos>", "efgh<eos>")] and "left out" not in caplog.text
+    assert caplog.text.count(f"cut to them (truncation_mode={mode})") == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -333,7 +399,7 @@ def test_overlong_records_are_dropped_with_a_count(tmp_path, caplog):
         ({"task": "addition", "path": "a.jsonl"}, "got task and path"),
         ({"task": "addition", "batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"task": "addition", "max_length": 1}, "max_length=1 must be at least 2"),
-        ({"task": "addition", "overlong": "cut"}, "overlong='cut' must be one of error, drop"),
+        ({"task": "addition", "overlong": "cut"}, "overlong='cut' must be one of error, drop, truncate"),
         ({"path": "a.jsonl", "task_kwargs": {"n_digits": 3}}, "task_kwargs=.* is read with a task"),
         ({"task": "adition"}, "did you mean addition"),
     ],
