@@ -7,15 +7,16 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.envs.failures import close, closed_on_error
-from datamodules.envs.foreign import evaluation_vector, require_same_spaces
 from datamodules.envs.imported import EnvId, environment_name
 from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask, with_source
 from datamodules.envs.model import transition_model
+from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import as_vector, make_env, make_vector_env, mask_source
+from rl_modules.checkpoints import space_brief
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_space
 from rl_modules.common.modules import tree_leaves
-from rl_modules.common.spaces import example_arrays, space_to_dict
+from rl_modules.common.spaces import SPACES, example_arrays, space_to_dict
 
 Wrappers = list[str | dict[str, Any]]
 #: Gymnasium's wrappers with running statistics, and the argument of the datamodule that does the same.
@@ -164,7 +165,7 @@ class Environments:
         )
         with closed_on_error(envs):
             if self.has_engine:
-                require_same_spaces(self, envs, evaluates=False)
+                self._require_same_spaces(envs, evaluates=False)
             return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
@@ -176,14 +177,32 @@ class Environments:
     def make_for_evaluation(self, n_envs: int) -> VectorEnv:
         """Makes the vector of an evaluation; refuses one with other spaces than that of training."""
         if self.makes_vector:
-            return evaluation_vector(self, make_env(self.env_id, self.eval_env_kwargs))
+            made = make_env(self.env_id, self.eval_env_kwargs)
+            if made is self._made:
+                raise UsageError(
+                    f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
+                    "meanwhile; give a callable that makes it, or eval_freq=0"
+                )
+            made = made if self._mask_source is None else VectorWithoutMasks(made)
+            return AsArrays(made) if returns_tensors(made, self.seed) else made
         envs = make_vector_env(
             self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers, self._mask_source
         )
         with closed_on_error(envs):
             if self.evaluates_elsewhere:
-                require_same_spaces(self, envs, evaluates=True)
+                self._require_same_spaces(envs, evaluates=True)
             return envs
+
+    def _require_same_spaces(self, envs: VectorEnv, evaluates: bool) -> None:
+        """Refuses a vector of evaluation, or an engine of training, with other spaces than the other, bounds aside."""
+        for name in SPACES:
+            pair = space_brief(getattr(self, name)), space_brief(getattr(envs, f"single_{name}"))
+            trained, evaluated = pair if evaluates else reversed(pair)
+            if trained != evaluated:
+                raise UsageError(
+                    f"eval_env_kwargs and eval_wrappers make environments with the {name} {evaluated}, in "
+                    f"training it is {trained}; the policy needs the same"
+                )
 
 
 def require_entries(name: str, observation_space: gym.Space, action_space: gym.Space) -> None:

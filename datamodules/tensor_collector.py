@@ -110,7 +110,7 @@ class TensorCollector(Collector):
             final = tree_map(torch.clone, self._tensors(raw))  # the reset may write into the same memory
             return self.boundary.reset(options={"reset_mask": done}), final
         if info.get("final_obs") is not None or done.any():
-            return raw, self._tensors(self.boundary.final(info, batched=True))
+            return raw, self._tensors(self.boundary.batch_of_finals(info))
         return raw, self._tensors(raw)
 
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""What environments return, checked once where it enters: shapes, dtypes, numbers and errors."""
+"""What environments return, checked where it enters: shapes and dtypes at first, numbers and errors always."""
 
 import contextlib
 from typing import Any, NoReturn
@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+from torch.utils._pytree import tree_map
 
 from datamodules.envs.failures import raise_in_one_sentence
 from rl_modules.common.errors import UsageError
@@ -18,6 +20,19 @@ ADDED = frozenset(("final_obs", "_final_obs", "final_info", "_final_info"))
 def without(names: frozenset[str], info: dict[str, Any]) -> dict[str, Any]:
     """Infos without some names."""
     return info if names.isdisjoint(info) else {key: x for key, x in info.items() if key not in names}
+
+
+def require_fit(name: str, space: spaces.Space, observation: Any) -> None:
+    """Refuses an observation that NumPy can't store as its space says; of tensors, the shapes are compared."""
+    arrays = tree_map(lambda x: np.zeros(x.shape, bool) if isinstance(x, torch.Tensor) else x, observation)
+    try:
+        concatenate(space, [arrays], create_empty_array(space, 1))
+    except (TypeError, ValueError, LookupError) as error:
+        shown = f"{str(observation)[:80]} of shape {np.shape(arrays)}" if hasattr(arrays, "shape") else str(arrays)[:80]
+        raise UsageError(
+            f"the environment {name} returned the observation {shown}, which does not fit its "
+            f"observation_space {space}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def rows_of(batch: Any, n: int) -> list[Any]:
@@ -65,7 +80,8 @@ class Boundary:
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Returns what a step returned; Gymnasium's own infos are there only where the vector resets in it."""
         try:
-            return self.envs.step(action)
+            observation, reward, terminated, truncated, info = self.envs.step(action)
+            return observation, reward, terminated, truncated, info
         except (Exception, SystemExit) as error:
             raise_in_one_sentence(self.envs, self.name, error)
 

