@@ -12,6 +12,7 @@ import rl_modules
 from recipes import saved_runs
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import default_of
+from rl_modules.common.loading import load_object
 from rl_modules.common.stored_arguments import building, settings_of
 from rl_modules.language.server_token import (
     FILE_VARIABLE,
@@ -62,8 +63,6 @@ def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
             f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
             f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}"
         )
-    from rl_modules.common.loading import load_object
-
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
     from rl_modules.language.base import LanguageModule
     from rl_modules.language.policy_with_reference import PolicyWithReference

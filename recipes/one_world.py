@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import lightning as L
@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 import rl_modules
 from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.envs.model import transition_model
+from datamodules.evaluation import Predicts
 from datamodules.language.environments import Step
 from datamodules.language.messages import Message
 from datamodules.language.worlds import TextMaze
@@ -36,6 +37,9 @@ from recipes.cli.options import Parser
 from recipes.pipeline import check_folder, run_command, write_jsonl
 from recipes.program import end_if_missed
 from recipes.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rl_modules.language.policy import LanguagePolicy
 
 HORIZON = 8
 #: Largest last regret of a learner that has solved the maze: a policy that samples its words keeps some.
@@ -118,26 +122,27 @@ class CountedMaze(TextMaze):
         return super().step(message)
 
 
-def greedy_return(module: Any, data: Any) -> float:
+def greedy_return(policy: Predicts, data: object) -> float:
     """Returns the exact return of a greedy policy, which is that of one episode: the maze draws nothing."""
     maze = gym.make("Maze-v0", max_episode_steps=HORIZON)
     observation, _ = maze.reset()
     state, total, ended = None, 0.0, False
     first = torch.ones(1, dtype=torch.bool).numpy()
     while not ended:
-        action, state = module.predict(observation, state, first, deterministic=True)
+        action, state = policy.predict(observation, state, first, deterministic=True)
         observation, reward, terminated, truncated, _ = maze.step(int(action))
         total, ended, first = total + float(reward), terminated or truncated, ~first & first
     return total
 
 
 @torch.no_grad()
-def dialogue_return(module: Any, data: Any) -> float:
+def dialogue_return(module: "LanguagePolicy", data: object) -> float:
     """Returns the exact return of a language model that samples its words, over the ``MOST`` most probable sequences.
 
     Every other word counts as the trap, which for a policy that writes letters is exact to 10 times their chance.
     """
-    world, tokenizer = TextMaze(max_steps=HORIZON, brief=True), module.tokenizer
+    world = TextMaze(max_steps=HORIZON, brief=True)
+    tokenizer: Any = module.tokenizer
     words = [name[0] for name in world.names]
     letters, (stop,) = tokenizer.convert_tokens_to_ids(words), module.settings().eos_token_id
     total = 0.0

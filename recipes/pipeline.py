@@ -17,8 +17,13 @@ from typing import Any
 
 from recipes import configs
 from recipes.callbacks import curves
+from recipes.cli import main
+from recipes.cli.lightning_cli import RLCLI
+from recipes.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
+from rl_modules.core.seams import check_pairing
+from rl_modules.language.precision import adopt_precision
 
 #: File with a stage's settings and, after its completion, the time that it took.
 RECORD = "stage.json"
@@ -95,8 +100,6 @@ class Pipeline:
         given = dict(arguments or {})
 
         def run(folder: Path) -> None:
-            from recipes.cli import main
-
             logger = {"save_dir": str(folder), "name": "", "version": "run"}
             options = {**given, **{f"trainer.logger.init_args.{key}": value for key, value in logger.items()}}
             words = [
@@ -245,8 +248,6 @@ PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
     """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages."""
-    from recipes.terminal import quiet
-
     quiet()
     try:
         run(*parse(sys.argv[1:] if args is None else args))
@@ -298,8 +299,6 @@ def world_size(words: Sequence[str]) -> int:
 
 def checked(command: str, words: Sequence[str]) -> Any:
     """Returns the parsed command with its objects, which has run nothing."""
-    from recipes.cli.lightning_cli import RLCLI
-    from rl_modules.core.seams import check_pairing
 
     class Checked(RLCLI):
         def _require_weights(self, config: Any) -> None:
@@ -345,8 +344,6 @@ def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
 
 def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
     """Returns the metrics of ``rl test`` on held-out records, by name, ``eval/…``."""
-    from recipes.cli.lightning_cli import RLCLI
-
     with contextlib.redirect_stdout(io.StringIO()):
         cli = RLCLI("test", rl_words(config, in_one_process(arguments)))
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
@@ -403,8 +400,6 @@ def load_policy(config: str, arguments: dict[str, str]) -> Policy:
     cli = checked("test", rl_words(config, in_one_process(arguments)))
     trainer = cli.trainer
     if isinstance(trainer.precision_plugin, HalfPrecision):
-        from rl_modules.language.precision import adopt_precision
-
         adopt_precision(trainer, cli.model.hparams["lora"] is not None)
     cli.model.configure_model()
     module = trainer.precision_plugin.convert_module(cli.model).to(trainer.strategy.root_device).eval()

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recipes.cli import main
 from recipes.terminal import one_sentence
 
 
@@ -37,8 +38,6 @@ def run_program(program: Callable[[], Any], default_config: str, target: float |
         SystemExit: 1 where the target is missed or after an error, in one sentence; 128 + n after stopping at signal n.
     """
     if len(sys.argv) > 1:
-        from recipes.cli import main
-
         main(default_config=default_config)
         return
     from recipes.trainer import Trainer

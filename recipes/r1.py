@@ -28,6 +28,7 @@ from recipes.pipeline import (
     writing_options,
 )
 from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
 #: Options of the reinforcement learning that name its initial model.
@@ -158,8 +159,6 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
     """Writes pairs of completions of training prompts, right before wrong, short before long; a tenth to test."""
-    from rl_modules.common.seeding import stream_seed
-
     policy = load_policy(config, arguments)
     data = policy.data
     records = data.task.records("train", n_prompts)

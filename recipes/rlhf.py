@@ -36,6 +36,7 @@ from recipes.pipeline import (
     writing_options,
 )
 from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
 CURVES = (
@@ -250,8 +251,6 @@ def write_preferences(
     folder: Path,
 ) -> None:
     """Writes pairs of completions at several temperatures, each in several comparisons by the task with noise."""
-    from rl_modules.common.seeding import stream_seed
-
     policy = load_policy(config, arguments)
     data = policy.data
     for split in ("train", "test"):

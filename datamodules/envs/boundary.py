@@ -25,8 +25,9 @@ def without(names: frozenset[str], info: dict[str, Any]) -> dict[str, Any]:
 def require_fit(name: str, space: spaces.Space, observation: Any) -> None:
     """Refuses an observation that NumPy can't store as its space says; of tensors, the shapes are compared."""
     arrays = tree_map(lambda x: np.zeros(x.shape, bool) if isinstance(x, torch.Tensor) else x, observation)
+    stored: Any = create_empty_array(space, 1)
     try:
-        concatenate(space, [arrays], create_empty_array(space, 1))
+        concatenate(space, [arrays], stored)
     except (TypeError, ValueError, LookupError) as error:
         shown = f"{str(observation)[:80]} of shape {np.shape(arrays)}" if hasattr(arrays, "shape") else str(arrays)[:80]
         raise UsageError(

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datamodules.language.jsonl import (
     MOST,
@@ -18,6 +18,14 @@ from datamodules.language.jsonl import (
     refuse_expansion,
 )
 from rl_modules.common.errors import UsageError
+
+if TYPE_CHECKING:
+    import datasets
+
+    #: What ``datasets`` gives: a table, a stream, or splits of either by name.
+    Dataset: TypeAlias = (
+        datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
+    )
 
 #: Rows of a source, each with its place; and a source's rows from the one of a given number on.
 Rows = ReadByNumber[Placed]
@@ -67,7 +75,7 @@ def read_file(path: str | Path, where: str | None = None) -> Rows:
     return TableRows(where, table)
 
 
-def read_dataset(source: Any, config: str | None = None, split: str | None = None) -> tuple[Rows, range]:
+def read_dataset(source: "str | Dataset", config: str | None = None, split: str | None = None) -> tuple[Rows, range]:
     """The rows of a file, directory, hub dataset or ``datasets`` object, and the numbers of those that ``split`` names.
 
     ``split`` is a split or a part of it, ``train[:90%]``, or None for the only one. No code of a dataset is run.
@@ -209,7 +217,7 @@ def _refuse_large_values(path: Path) -> None:
 # ---------------------------------------------------------------- objects of datasets
 
 
-def name_of(source: Any) -> str:
+def name_of(source: "str | Dataset") -> str:
     """A dataset's name, or a description of an object: its kind, rows and fingerprint, which reveals changes."""
     if isinstance(source, str):
         return source

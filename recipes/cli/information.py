@@ -14,6 +14,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+import rl_modules
 from recipes import configs
 from recipes.cli.options import COMMON, Parser
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -525,7 +526,6 @@ complete -o default -F _rl rl
 def completion(shell: str) -> str:
     """Returns the completion script of a shell."""
     import datamodules
-    import rl_modules
 
     text = _BASH.format(
         commands=" ".join([*COMMANDS, *ALONE_COMMANDS]),

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import rl_modules
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import INSTEAD, MEANT, difference, taken_by
 
@@ -93,7 +94,6 @@ def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     """Returns the sentence for an option that does not exist, with the one that is probably meant."""
-    import rl_modules
     from rl_modules.core.constructors import set_by
 
     if name in rl_modules.__all__ or name.endswith(".yaml"):
@@ -140,7 +140,6 @@ def of_group(group: str, chosen: dict[str, Any] | None = None) -> set[str]:
 
         return arguments_of(Checkpoints)
     import datamodules
-    import rl_modules
 
     package: Any = {"model": rl_modules, "data": datamodules}.get(group)
     names: set[str] = set()

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -154,7 +154,9 @@ def require_data(checkpoint: dict[str, Any], name: str) -> None:
     require_own_memory(checkpoint, name)
 
 
-def read_source(source: Any, hparams_file: Any, parts: Collection[str] = PARTS) -> dict[str, Any]:
+def read_source(
+    source: str | Path | IO[bytes] | None, hparams_file: str | Path | None, parts: Collection[str] = PARTS
+) -> dict[str, Any]:
     """Reads what ``load_from_checkpoint`` is given: a path, an address, or an open file, which stays at its start."""
     if hparams_file is not None:
         raise UsageError(
