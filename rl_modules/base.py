@@ -108,15 +108,6 @@ class ControlModule(Algorithm):
     )
     #: Kind of experience that the algorithm learns from; it sets the datamodule's defaults.
     experience: Experience = made(MINIBATCHES)
-    #: Metrics by which a checkpoint can be selected as the best. Every evaluation logs them; the last one only if
-    #: the environment reports ``is_success``.
-    evaluation_metrics: ClassVar[tuple[str, ...]] = (
-        "eval/mean_reward",
-        "eval/std_reward",
-        "eval/mean_ep_length",
-        "rollout/ep_rew_mean",
-        "eval/success_rate",
-    )
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = made(None)
     #: Arguments that decide which fields ``prepare`` returns.

@@ -358,7 +358,7 @@ for option, says in {
     "trainer.max_time 5": "duration", "trainer.num_nodes 0": "num_nodes", "trainer.num_nodes 2": "wait for other machines",
     "trainer.gradient_clip_val -1": "gradient_clip_val=-1",
     "threads 0": "threads.*PositiveInt", "threads -1": "threads.*-1", "threads many": "threads.*many",
-    "record_every -1": "record_every=-1", "checkpoint.monitor eval/nothing": "monitor='eval/nothing'.*eval/mean_reward",
+    "record_every -1": "record_every=-1",
     "checkpoint.mode maxx": "mode='maxx'.*max", "checkpoint.interval_s -1": "interval_s=-1",
     "checkpoint.max_share 2": "max_share=2", "seed_everything -1": r"seed_everything=-1 must lie in \[0, 4294967295\]", "seed_everything x": "seed_everything",
     "seed_everything 99999999999": "must lie in", "ckpt_path none.ckpt": "ckpt_path='none.ckpt'.*\\.ckpt file",
@@ -366,6 +366,8 @@ for option, says in {
 }.items():  # fmt: skip
     cartpole(f"--{option}", says)
 
+cli("a metric that no evaluation has", ["fit", "--config", "ppo/cartpole.yaml", *BRIEF, "--data.eval_freq=256",
+    "--checkpoint.monitor=eval/nothing"], "monitor='eval/nothing'.*eval/mean_reward")  # fmt: skip
 cli("learning rate twice", [*CARTPOLE, "--model.lr_scheduler", "StepLR", "--model.lr_scheduler.step_size", "2"],
     "learning_rate='lin_1e-3'", "lr_scheduler")  # fmt: skip
 cli("resume and a checkpoint", [*CARTPOLE, "--resume", "--ckpt_path", "{control}"], "--resume", "--ckpt_path")

@@ -2,22 +2,16 @@
 
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import gymnasium as gym
 import pytest
 
 from recipes.cli import main
-from rl_modules.common.errors import UsageError
 from tests.bad_inputs import ADDITION, CARTPOLE, CASES, Place
 
 #: Names of cases that CI runs: one of each place that raises. The others run at night.
 IN_CI = Path(__file__).with_name("one_per_rule.txt").read_text("utf-8").splitlines()
-#: Names of the cases that have run.
-RAN: set[str] = set()
-#: The same by the place that raised.
-RULES: dict[tuple[str, int], set[str]] = defaultdict(set)
 
 
 def quietly(words):
@@ -38,29 +32,10 @@ def checkpoints(tmp_path_factory):
     return control, language
 
 
-@pytest.fixture
-def noted(request, monkeypatch):
-    """Notes the place at which a case's answer is raised."""
-    places, init = [], UsageError.__init__
-
-    def noting(self, *args):
-        frame = sys._getframe(1)
-        places.append((frame.f_code.co_filename, frame.f_lineno))
-        init(self, *args)
-
-    monkeypatch.setattr(UsageError, "__init__", noting)
-    yield
-    name = request.node.callspec.params["case"].name
-    RAN.add(name)
-    if places:
-        RULES[places[-1]].add(name)
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, id=x.name, marks=pytest.mark.long if x.name in IN_CI else pytest.mark.slow) for x in CASES],
 )
-@pytest.mark.usefixtures("noted")
 def test_the_answer_is_one_sentence(case, checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -107,11 +82,3 @@ def answer_in_python(case, place):
 
 def test_the_cases_of_ci_exist():
     assert set(IN_CI) - {case.name for case in CASES} == set()
-
-
-@pytest.mark.slow
-def test_ci_runs_a_case_of_each_rule_that_has_one():
-    if len(RAN) < len(CASES):
-        pytest.skip("needs all cases to have run before")
-    missing = {f"{Path(file).name}:{line}": min(names) for (file, line), names in RULES.items() if not names & {*IN_CI}}
-    assert missing == {}, "add these names to tests/one_per_rule.txt"

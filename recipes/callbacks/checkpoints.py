@@ -1,16 +1,14 @@
 """Writes checkpoints between two batches, from where a run resumes exactly."""
 
-import copy
-import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -29,26 +27,16 @@ from recipes.signals import (
     requeue_signals,
 )
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.core.settings import Converted, Declared, setting
 from rl_modules.loggers import adapters
 
-#: What a ModelCheckpoint knows of the best checkpoint.
-_BEST = (
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "current_score",
-    "best_at",
-    "monitor",
-)
-#: Packages whose callbacks log no metrics of a user's.
-_PACKAGES = ("lightning", "recipes", "rl_modules")
+#: What is known of the best checkpoint while there is none.
+NO_BEST: dict[str, Any] = {"best_model_path": "", "best_model_score": None, "best_at": None}
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
 
 
-class Checkpoints(ModelCheckpoint):
+class Checkpoints(Declared, HyperparametersMixin, Checkpoint):
     """Writes ``best.ckpt`` after the best evaluation, the later of equal ones, and ``last.ckpt`` at intervals, into
     ``checkpoints`` in the run's folder.
 
@@ -57,54 +45,57 @@ class Checkpoints(ModelCheckpoint):
     Writing takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. If
     the disk is full, the run continues without a new checkpoint. A NaN loss or gradient stops the run before a
     checkpoint stores it (:class:`recipes.callbacks.FiniteCheck`).
-
-    Args:
-        monitor: metric that selects ``best.ckpt``; None: the algorithm's own, for pass@1 the reward while it is 0.
-        mode: ``max`` or ``min``; used with ``monitor`` only.
-        interval_s: least seconds of training between two writes of ``last.ckpt``. The first pauses are shorter, so that
-            a short run can be resumed too.
-        max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; the pause after a long
-            write is longer.
-        keep_previous: keep the checkpoint before the last, in case the last is damaged; needs as much disk again.
-        keep_all: keep every ``last.ckpt`` also as ``step-<optimizer step>.ckpt``, from which ``rl replay`` and ``rl
-            verify`` recompute parts of a run; needs a checkpoint's disk space for each.
     """
 
-    def __init__(
-        self,
-        monitor: str | None = None,
-        mode: str = "max",
-        interval_s: float = 60.0,
-        max_share: float = 0.05,
-        keep_previous: bool = True,
-        keep_all: bool = False,
-    ) -> None:
-        if mode not in ("max", "min"):
-            raise UsageError(f"mode={mode!r} must be max or min")
-        super().__init__(
-            monitor=monitor or "eval/mean_reward",
-            mode=mode,
-            filename="best",
-            save_on_train_epoch_end=False,
-            enable_version_counter=False,
-        )
-        self._chosen = monitor is not None
+    monitor: Converted[str | None, str] = setting(
+        default=None,
+        says="metric that selects ``best.ckpt``; None: the algorithm's own, for pass@1 the reward while it is 0",
+        kw_only=False,
+    )
+    mode: str = setting(default="max", says="used with ``monitor`` only", one_of=("max", "min"), kw_only=False)
+    interval_s: float = setting(
+        default=60.0,
+        says="least seconds of training between two writes of ``last.ckpt``. The first pauses are shorter, so that a "
+        "short run can be resumed too",
+        least=0,
+        kw_only=False,
+    )
+    max_share: float = setting(
+        default=0.05,
+        says="largest share of the time that writing ``last.ckpt`` may take; the pause after a long write is longer",
+        above=0,
+        most=1,
+        kw_only=False,
+    )
+    keep_previous: bool = setting(
+        default=True,
+        says="keep the checkpoint before the last, in case the last is damaged; needs as much disk again",
+        kw_only=False,
+    )
+    keep_all: bool = setting(
+        default=False,
+        says="keep every ``last.ckpt`` also as ``step-<optimizer step>.ckpt``, from which ``rl replay`` and ``rl "
+        "verify`` recompute parts of a run; needs a checkpoint's disk space for each",
+        kw_only=False,
+    )
+
+    #: The number of best checkpoints that are kept, which the loggers of Weights & Biases and MLflow read.
+    save_top_k: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        self._chosen = self.monitor is not None
+        self.monitor = self.monitor or "eval/mean_reward"
         #: The algorithm's own metric, and the one that selects the best while that is 0.
         self._own: str | None = None
         self.while_zero: str | None = None
-        if interval_s < 0:
-            raise UsageError(f"interval_s={interval_s} must not be negative")
-        if not 0 < max_share <= 1:
-            raise UsageError(f"max_share={max_share} must lie in (0, 1]")
-        self.interval_s = interval_s
-        self.max_share = max_share
-        self.keep_previous = keep_previous
-        self.keep_all = keep_all
         #: Whether checkpoints are written; ``trainer.enable_checkpointing=false`` of the command line turns it off.
         self.writes = True
         #: Called between any two batches, with the Trainer.
         self.observers: list[Callable[[L.Trainer], None]] = []
+        self.dirpath: str | None = None
         self.last_path: Path | None = None
+        self.best_model_path = ""
+        self.best_model_score: torch.Tensor | None = None
         #: Where on the curves' axis the best and the last evaluation were; None: there was none.
         self.best_at: int | None = None
         self.evaluated_at: int | None = None
@@ -129,50 +120,34 @@ class Checkpoints(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        # Lightning reads this at every hook of every batch; its own would format a string each time.
-        return "Checkpoints"
+        return "Checkpoints"  # also of a subclass
 
     # ---------------------------------------------------------------- a run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._trainer is not None:
-            self._forget_run()
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             resumed = getattr(trainer, "resumed", None)  # Lightning's own Trainer resumes in no folder
             self.last_path = None if resumed is None else resumed.checkpoint
-            for callback in callbacks:
-                require_metric(callback, callbacks, pl_module)
-        super().setup(trainer, pl_module, stage)
+            self.dirpath = self.evaluated_at = None
+            vars(self).update(NO_BEST)  # a resumed run loads its best later
+            own = getattr(pl_module, "best_metric", None)
+            if own is not None and not self._chosen:
+                self.monitor, self.mode = own
+                self._own, self.while_zero = own[0], getattr(pl_module, "best_while_zero", {}).get(own[0])
+        if self.dirpath is None:
+            self.dirpath = trainer.strategy.broadcast(str(log_folder(trainer) / "checkpoints"))
         end_at_sigterm(trainer)
         self._trainer = trainer
-        own = getattr(pl_module, "best_metric", None)
-        if own is not None and not self._chosen and stage == "fit":
-            self.monitor, self.mode = own
-            self._own, self.while_zero = own[0], getattr(pl_module, "best_while_zero", {}).get(own[0])
-            self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
         # A FiniteCheck among the user's callbacks replaces this one.
         self._finite = None if any(isinstance(other, FiniteCheck) for other in callbacks) else FiniteCheck()
         AtomicCheckpointIO.install(trainer)
-
-    def _forget_run(self) -> None:
-        """Resets folder and best checkpoint of an earlier run; a resumed run loads its best later."""
-        self.dirpath = self.evaluated_at = None
-        self._forget_best()
-
-    def _forget_best(self) -> None:
-        """Resets the best checkpoint."""
-        self.best_model_score = self.current_score = self.best_at = None
-        self.best_model_path = self.kth_best_model_path = ""
-        self.best_k_models = {}
-        self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The optimizers are new here; Lightning loads a checkpoint's state into them after this hook.
         self._settings = optimizer_settings(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         if self._saved_settings:  # empty: another callback wrote the checkpoint before there were optimizers
             apply_changes(trainer, self._saved_settings, self._settings)
         self._saved_settings = None
@@ -207,35 +182,6 @@ class Checkpoints(ModelCheckpoint):
         if self._finite is not None:
             self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def check_monitor_top_k(self, trainer: L.Trainer, current: torch.Tensor | None = None) -> bool:
-        """Returns whether an evaluation is the best so far, or as good."""
-        is_equal = current is not None and self.best_model_score is not None and bool(current == self.best_model_score)
-        is_best = super().check_monitor_top_k(trainer, current) or is_equal
-        self.best_at = self.evaluated_at if is_best else self.best_at
-        return is_best
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.evaluated_at = getattr(pl_module, "place", trainer.global_step)
-        if not self.writes:
-            return
-        before = {name: copy.copy(getattr(self, name)) for name in _BEST}
-        if not trainer.sanity_checking:
-            self._choose_metric(trainer.callback_metrics)
-        error = self._disk_error(trainer, lambda: super(Checkpoints, self).on_validation_end(trainer, pl_module))
-        if (failure := trainer.strategy.broadcast(None if error is None else str(error))) is not None:
-            vars(self).update(before)
-            rank_zero_warn(f"The best checkpoint can't be written: {failure}. Training continues.")
-
-    def _choose_metric(self, metrics: dict[str, torch.Tensor]) -> None:
-        """Goes by another metric while the algorithm's own has been 0 in every evaluation, and by that one then."""
-        if self.while_zero not in metrics or self._own not in metrics:
-            return
-        is_zero = float(metrics[self._own]) == 0 and (self.monitor != self._own or self.best_model_score is None)
-        if self.monitor != (wanted := self.while_zero if is_zero else self._own):
-            self.monitor = wanted
-            self._forget_best()
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._finite is not None:
             self._finite.on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -256,8 +202,50 @@ class Checkpoints(ModelCheckpoint):
         self.requests.restore()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
         self.requests.restore()
+
+    # ---------------------------------------------------------------- the best
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        self.evaluated_at = getattr(pl_module, "place", trainer.global_step)
+        is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if not self.writes or is_trial or trainer.global_step == 0:  # the untrained policy is no result
+            return
+        self._choose_metric(trainer.callback_metrics)
+        score = trainer.callback_metrics.get(self.monitor)
+        if score is None and self._chosen:
+            raise UsageError(
+                f"checkpoint.monitor={self.monitor!r} is no metric of {type(pl_module).__name__}; it has "
+                f"{', '.join(sorted(known := trainer.callback_metrics))}{did_you_mean(self.monitor, known)}"
+            )
+        if score is not None and self._is_best(trainer, score):
+            before = {name: getattr(self, name) for name in NO_BEST}
+            self.best_model_path, self.best_model_score = str(self._folder / "best.ckpt"), score.clone()
+            self.best_at = self.evaluated_at
+            if failure := self._write(trainer, "best.ckpt"):
+                vars(self).update(before)
+                rank_zero_warn(f"The best checkpoint can't be written: {failure}. Training continues.")
+            elif trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+
+    def _choose_metric(self, metrics: dict[str, torch.Tensor]) -> None:
+        """Goes by another metric while the algorithm's own has been 0 in every evaluation, and by that one then."""
+        if self.while_zero not in metrics or self._own not in metrics:
+            return
+        is_zero = float(metrics[self._own]) == 0 and (self.monitor != self._own or self.best_model_score is None)
+        if self.monitor != (wanted := self.while_zero if is_zero else self._own):
+            self.monitor = wanted
+            vars(self).update(NO_BEST)
+
+    def _is_best(self, trainer: L.Trainer, score: torch.Tensor) -> bool:
+        """Returns whether an evaluation is the best so far, or as good, for all ranks; NaN is worse than any number."""
+        best = self.best_model_score
+        if best is None or best.isnan():
+            return True
+        return trainer.strategy.reduce_boolean_decision(bool(score <= best if self.mode == "min" else score >= best))
 
     # ---------------------------------------------------------------- safe points
 
@@ -304,49 +292,39 @@ class Checkpoints(ModelCheckpoint):
     def _save_last(self, trainer: L.Trainer, is_final: bool = False) -> None:
         last = self._folder / "last.ckpt"
         began_s = time.monotonic()
-        error = self._write(trainer)
-        # Only the first rank writes. All must know the result, because otherwise some would save again without the
-        # others.
-        failure = trainer.strategy.broadcast(None if error is None else str(error))
-        if failure is None:
-            self._saved_at, self.last_path = _position(trainer), last
-        else:
+        if failure := self._write(trainer, "next.ckpt"):
             kept = f"the one before, {last}, is untouched" if last.exists() else "there is none before it"
             if is_final:
-                raise UsageError(f"the last checkpoint can't be written to {last.parent}: {failure}; {kept}") from error
+                raise UsageError(f"the last checkpoint can't be written to {last.parent}: {failure}; {kept}")
             rank_zero_warn(f"The checkpoint can't be written: {failure}; {kept}. Training continues and tries again.")
+        else:
+            self._saved_at, self.last_path = _position(trainer), last
         now = time.monotonic()
         self._pause_s = min(2 * self._pause_s, self.interval_s)
         self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
 
-    def _write(self, trainer: L.Trainer) -> Exception | None:
-        """Writes a checkpoint and rotates the files; returns the error of a disk that can't take it."""
-        folder, coming = self._folder, self._folder / "next.ckpt"
-        if error := self._disk_error(trainer, lambda: trainer.save_checkpoint(coming, weights_only=False)):
-            return error
-        if coming.is_dir():
-            raise UsageError(
-                f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
-                "but a run resumes from one file; use ddp or ModelParallelStrategy"
-            )
-        if trainer.is_global_zero:
-            try:
-                self._rotate(trainer, folder)
-            except OSError as error:
-                return error
-        return None
+    def _write(self, trainer: L.Trainer, name: str) -> str:
+        """Writes a checkpoint; ``next.ckpt`` becomes ``last.ckpt``. Returns what a disk says that can't take it, or "".
 
-    def _disk_error(self, trainer: L.Trainer, write: Callable[[], Any]) -> Exception | None:
-        """Calls ``write``; returns the error of a disk that can't take a checkpoint."""
+        Only the first rank writes. All know the result, because otherwise some would save again without the others.
+        """
+        failure = ""
         try:
-            write()
-        except (OSError, RuntimeError) as error:
-            # torch raises RuntimeError for the system's error where another plugin than this project's writes.
-            if isinstance(error, RuntimeError) and not re.search("inline_container|PytorchStreamWriter", str(error)):
-                raise
+            trainer.save_checkpoint(path := self._folder / name, weights_only=False)
+            if path.is_dir():
+                raise UsageError(
+                    f"{path} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
+                    "but a run resumes from one file; use ddp or ModelParallelStrategy"
+                )
+        except OSError as error:
+            failure = str(error)
             trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait there
-            return error
-        return None
+        if not failure and trainer.is_global_zero and name == "next.ckpt":
+            try:
+                self._rotate(trainer, self._folder)
+            except OSError as error:
+                failure = str(error)
+        return trainer.strategy.broadcast(failure)
 
     def _rotate(self, trainer: L.Trainer, folder: Path) -> None:
         """Replaces the last checkpoint by the new one."""
@@ -360,10 +338,7 @@ class Checkpoints(ModelCheckpoint):
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None
         return {
-            **super().state_dict(),
-            "mode": self.mode,
-            "best_at": self.best_at,
-            "evaluated_at": self.evaluated_at,
+            **{name: getattr(self, name) for name in (*NO_BEST, "monitor", "mode", "evaluated_at")},
             "settings": self._settings,
             "curves": curves.lengths(self._trainer),
             "loggers": [adapter.position() for adapter in adapters(self._trainer)],
@@ -375,24 +350,14 @@ class Checkpoints(ModelCheckpoint):
         self.to_cut = []
         self._saved_settings = state_dict["settings"]
         self.evaluated_at = state_dict.get("evaluated_at")
-        best = os.path.join(str(self.dirpath), "best.ckpt")
         if self.while_zero is not None and state_dict["monitor"] == self.while_zero:
             self.monitor = self.while_zero
-        # The best checkpoint by another metric is not comparable.
-        if (state_dict["monitor"], state_dict.get("mode", self.mode)) != (self.monitor, self.mode):
-            return
-        # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
-        if state_dict["best_model_path"] and os.path.exists(best):
-            score, self.best_at = state_dict["best_model_score"], state_dict.get("best_at")
-            super().load_state_dict(
-                {
-                    **state_dict,
-                    "dirpath": self.dirpath,
-                    "best_model_path": best,
-                    "kth_best_model_path": best,
-                    "best_k_models": {best: score},
-                }
-            )
+        # The best checkpoint by another metric is not comparable. A new folder has none yet, and a run's folder may
+        # have been moved or be named by another path.
+        is_same = (state_dict["monitor"], state_dict.get("mode", self.mode)) == (self.monitor, self.mode)
+        if is_same and state_dict["best_model_path"] and (best := self._folder / "best.ckpt").exists():
+            self.best_model_path, self.best_model_score = str(best), state_dict["best_model_score"]
+            self.best_at = state_dict.get("best_at")
 
 
 def _number_if_older(trainer: L.Trainer) -> int | None:
@@ -400,13 +365,9 @@ def _number_if_older(trainer: L.Trainer) -> int | None:
     if len(trainer.loggers) != 1 or not isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None
     folder = log_folder(trainer)
-    numbers = {
-        path.name: int(number)
-        for path in folder.parent.glob("version_*")
-        if (number := path.name.removeprefix("version_")).isdigit()
-    }
-    own = numbers.get(folder.name)
-    return own if own is not None and own < max(numbers.values()) else None
+    names = [path.name.removeprefix("version_") for path in (folder, *folder.parent.glob("version_*"))]
+    own, *others = (int(name) if name.isdigit() else -1 for name in names)
+    return own if -1 < own < max(others) else None
 
 
 def _is_between_steps(trainer: L.Trainer) -> bool:
@@ -417,22 +378,3 @@ def _is_between_steps(trainer: L.Trainer) -> bool:
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     # Tabular agents take no optimizer steps, so epoch and batch change while `global_step` does not.
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
-
-
-def require_metric(callback: Any, callbacks: list[L.Callback], module: Any) -> None:
-    """Refuses a metric that the algorithm never logs; a user's module and a user's callbacks may log any."""
-    known, monitor = getattr(module, "evaluation_metrics", None), getattr(callback, "monitor", None)
-    selects = isinstance(callback, Checkpoints)
-    if known is None or monitor is None or monitor in known or (selects and not callback._chosen):
-        return
-    is_users = type(module).__module__.partition(".")[0] != "rl_modules" or any(
-        isinstance(x, LambdaCallback) or type(x).__module__.partition(".")[0] not in _PACKAGES for x in callbacks
-    )
-    # Lightning's ModelCheckpoint knows the last two, its LearningRateMonitor logs the ones before.
-    is_of_training = monitor.startswith(("train/", "rollout/", "time/", "lr-")) or monitor in ("epoch", "step")
-    if not is_users and (selects or not is_of_training):
-        name = "checkpoint" if selects else type(callback).__name__
-        raise UsageError(
-            f"{name}.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
-            f"{', '.join(known)}{did_you_mean(monitor, known)}"
-        )

@@ -4,7 +4,7 @@ import code
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +93,9 @@ class Recomputation(RLCLI):
     summarizes = False
 
     def __init__(
-        self, args: list[str], callbacks: Sequence[L.Callback], observe: Any, rewards: StoredRewards | None = None
+        self, args: list[str], callback: L.Callback, observe: Any = None, rewards: StoredRewards | None = None
     ) -> None:
-        self.own_callbacks, self.observe, self.rewards = list(callbacks), observe, rewards
+        self.own_callback, self.observe, self.rewards = callback, observe, rewards
         super().__init__("fit", args)
 
     def instantiate_classes(self) -> None:
@@ -106,7 +106,7 @@ class Recomputation(RLCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         trainer: Any = super()._instantiate_trainer(config, callbacks)
-        trainer.callbacks[:0] = self.own_callbacks
+        trainer.callbacks.insert(0, self.own_callback)
         for callback in trainer.callbacks:
             if isinstance(callback, Checkpoints) and self.observe is not None:
                 callback.observers.append(self.observe)
@@ -265,7 +265,7 @@ def replay(run: Path, step: int, output: Path, interactive: bool = False, truste
             f"update {step} of {run}, from {'its beginning' if start is None else f'{start.name}.ckpt, {start.step}'}"
         )
         with contextlib.suppress(Reached):
-            Recomputation(arguments, [recorder], None, rewards)
+            Recomputation(arguments, recorder, rewards=rewards)
     if recorder.update is None:
         raise UsageError(f"{run} has no update {step}: recomputed, it ended before")
     output.parent.mkdir(parents=True, exist_ok=True)

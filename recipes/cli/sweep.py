@@ -2,29 +2,33 @@
 
 import fcntl
 import shlex
+import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from recipes import configs
 from recipes.cli.options import ALONE, of_group, unknown_option
-from recipes.cli.sweep_file import Sweep, read
-from recipes.cli.sweep_trials import (
-    FAILURES,
-    Judge,
-    Pruned,
-    best_trials,
-    locked,
-    open_study,
-    remove_checkpoints,
-    run_once,
-    write_hparams,
-)
+from recipes.cli.sweep_file import CHANGEABLE, Sweep, read
+from recipes.cli.sweep_trials import Judge, remove_checkpoints, run_once
 from recipes.pipeline import checked
 from recipes.run import LOGS
 from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
+# `read` says what to install where Optuna is missing.
+import optuna  # isort: skip
+from optuna.trial import FrozenTrial, Trial, TrialState  # isort: skip
+
+#: Errors that count as a failed trial: contradictory settings, diverged weights, or a batch too large for the GPU.
+FAILURES = (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError)
 #: Failed trials after which a sweep without a single result stops.
 MOST_FAILURES = 3
 
@@ -42,20 +46,11 @@ def sweep_command(words: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "begin.lock", wait=True):
         study = open_study(sweep, folder)
-    print(
-        f"sweep of {', '.join(sweep.search)} in {folder}: {_finished(study)} of {sweep.n_trials} trials done",
-        flush=True,
-    )
+    done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+    print(f"sweep of {', '.join(sweep.search)} in {folder}: {done} of {sweep.n_trials} trials done", flush=True)
     resume_trials(sweep, study, folder)
-    while len(study.get_trials(deepcopy=False)) < sweep.n_trials:
-        # No other process begins a trial between the count and `ask`, nor takes this one before it is locked.
-        with (folder / "begin.lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if len(study.get_trials(deepcopy=False)) >= sweep.n_trials:
-                break
-            trial = study.ask()
-            lock = (folder / f"trial_{trial.number:04}.lock").open("a")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    while begun := begin_trial(sweep, study, folder):
+        trial, lock = begun
         with lock:
             run_trial(sweep, study, trial, folder)
     if sweep.finalists:
@@ -78,117 +73,182 @@ def check(sweep: Sweep) -> None:
             raise UsageError(f"search: {unknown_option(name, chosen)}")
 
 
-def _finished(study: Any) -> int:
-    return sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+@contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Holds a file's lock, which ends with the process; yields whether it is held."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
-def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) -> None:
+def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
+    """Opens the study of a sweep in Optuna's SQLite storage, or creates it."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", "The reported value is ignored")
+    storage = f"sqlite:///{folder / 'sweep.db'}"
+    create = partial(
+        optuna.create_study,
+        study_name=sweep.name,
+        storage=storage,
+        direction="maximize" if sweep.mode == "max" else "minimize",
+        pruner=optuna.pruners.MedianPruner(sweep.startup_trials, sweep.warmup_evaluations),
+        load_if_exists=True,
+    )
+    study = create()
+    begun = study.user_attrs.get("settings")
+    if begun not in (None, sweep.identity):
+        if any(trial.state != TrialState.FAIL for trial in study.get_trials(deepcopy=False)):
+            raise UsageError(
+                f"{folder} has a sweep with other settings, or its config had another text; only "
+                f"{', '.join(CHANGEABLE)} may change once a trial has a result: give this one another name, or remove "
+                "the folder"
+            )
+        # Without a result there is nothing that the changed settings could mislead: the sweep begins anew.
+        optuna.delete_study(study_name=sweep.name, storage=storage)
+        for name in ("runs", "hparams"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        study = create()
+    study.set_user_attr("settings", sweep.identity)
+    return study
+
+
+def begin_trial(sweep: Sweep, study: optuna.Study, folder: Path) -> tuple[Trial, Any] | None:
+    """Draws the settings of a new trial; returns it with its lock, which ends with the process; None: all have begun.
+
+    The draw depends on the seed, the trial's number and the results so far, so that a resumed sweep draws as a whole
+    one.
+    """
+    # No other process begins a trial between the count and `ask`, nor takes this one before it is locked.
+    with locked(folder / "begin.lock", wait=True):
+        if (number := len(study.get_trials(deepcopy=False))) >= sweep.n_trials:
+            return None
+        seed = stream_seed(sweep.sampler_seed, 0, "sweep", number)
+        study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=sweep.startup_trials)
+        lock = _lock_of(folder, number).open("a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return study.ask(sweep.ranges), lock
+
+
+def _lock_of(folder: Path, number: int) -> Path:
+    return folder / f"trial_{number:04}.lock"
+
+
+def resume_trials(sweep: Sweep, study: optuna.Study, folder: Path, wait: bool = False) -> None:
     """Resumes the trials that no process runs any more."""
-    import optuna
-
-    for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
-        with locked(folder / f"trial_{unfinished.number:04}.lock", wait) as is_ours:
+    for unfinished in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+        with locked(_lock_of(folder, unfinished.number), wait) as is_ours:
             # Another process may have finished this trial while this one ran earlier trials or waited.
             if is_ours and study.get_trials(deepcopy=False)[unfinished.number].state == unfinished.state:
                 print(f"trial {unfinished.number}: resumed", flush=True)
-                run_trial(sweep, study, optuna.trial.Trial(study, unfinished._trial_id), folder)
+                run_trial(sweep, study, Trial(study, unfinished._trial_id), folder)
 
 
-def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
+def run_trial(sweep: Sweep, study: optuna.Study, trial: Trial, folder: Path) -> None:
     """Runs a trial's seeds without a result, and tells the study the mean."""
-    from optuna.trial import TrialState
-
-    failure: Exception | None = None
-    chosen = {name: found.choose(trial, name) for name, found in sweep.ranges.items()}
-    what = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in chosen.items())
     run_folder = folder / "runs" / f"trial_{trial.number:04}"
     value: float | None = None
     try:
-        value = fmean(run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds))
+        if missing := sweep.ranges.keys() - trial.params.keys():
+            raise UsageError(f"killed before it had drawn {', '.join(missing)}")
+        value = fmean(run_seed(sweep, trial, run_folder, index) for index in range(sweep.seeds))
         state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
-    except Pruned as pruned:
+    except optuna.TrialPruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
     except FAILURES as error:
-        state, failure, outcome = TrialState.FAIL, error, f"failed: {error}"
+        state, outcome = TrialState.FAIL, f"failed: {error}"
     if not sweep.keep_checkpoints:
         remove_checkpoints(run_folder)
-    finished = study.tell(trial, value, state=state)
-    write_hparams(folder, sweep, finished, chosen)
-    print(f"trial {trial.number}: {what}: {outcome}", flush=True)
+    write_hparams(folder, sweep, study.tell(trial, value, state=state))
+    print(f"trial {trial.number}: {_settings(trial.params)}: {outcome}", flush=True)
     states = [one.state for one in study.get_trials(deepcopy=False)]
     if state == TrialState.FAIL and states.count(state) >= MOST_FAILURES and TrialState.COMPLETE not in states:
-        raise UsageError(f"the first {states.count(state)} trials failed; the last one said: {failure}")
+        raise UsageError(f"the first {states.count(state)} trials failed; the last one {outcome}")
 
 
-def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, index: int) -> float:
+def run_seed(sweep: Sweep, trial: Trial, folder: Path, index: int) -> float:
     """Runs or resumes one seed of a trial; returns its result, which the storage keeps."""
-    attributes = trial.user_attrs
-    seed = sweep.first_seed + index
-    if f"seed_{seed}" in attributes:
-        return float(attributes[f"seed_{seed}"])
+    kept, seed = trial.user_attrs, sweep.first_seed + index
+    if f"seed_{seed}" in kept:
+        return float(kept[f"seed_{seed}"])
     print(f"trial {trial.number}, seed {seed} ({index + 1} of {sweep.seeds})", file=sys.stderr, flush=True)
-    judge = Judge(sweep, trial, [attributes[f"curve_{sweep.first_seed + i}"] for i in range(index)])
-    result = run_once(sweep, chosen, seed, folder, judge)
+    judge = Judge(sweep, trial, [kept[f"curve_{sweep.first_seed + i}"] for i in range(index)])
+    result = run_once(sweep, trial.params, seed, folder, judge)
     trial.set_user_attr(f"curve_{seed}", judge.values)
     trial.set_user_attr(f"seed_{seed}", result)
     return result
 
 
-def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) -> list[str]:
+def best_trials(sweep: Sweep, study: optuna.Study, most: int) -> list[FrozenTrial]:
+    """Returns the complete trials with the best results, the best first, ``most`` at most, all with other settings."""
+    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    best: list[FrozenTrial] = []
+    for trial in sorted(done, key=lambda trial: trial.values, reverse=sweep.mode == "max"):
+        if all(trial.params != better.params for better in best):
+            best.append(trial)
+    return best[:most]
+
+
+def run_finals(sweep: Sweep, study: optuna.Study, folder: Path) -> dict[int, float]:
+    """Runs the rest of the second round, together with other processes of the same sweep; returns means by trial.
+
+    A run's result is a number, or the sentence that it failed with.
+    """
+    finalists = best_trials(sweep, study, sweep.finalists)
+    seeds = range(sweep.final_seed, sweep.final_seed + sweep.final_seeds)
+    for wait in (False, True):  # what other processes run is waited for in the end
+        for seed, trial in ((seed, trial) for seed in seeds for trial in finalists):
+            key = f"final_{trial.number}_{seed}"
+            with locked(folder / f"final_{trial.number:04}_{seed}.lock", wait) as is_ours:
+                if not is_ours or key in study.user_attrs:
+                    continue
+                run_folder = folder / "runs" / f"final_{trial.number:04}"
+                result: float | str
+                try:
+                    result = run_once(sweep, trial.params, seed, run_folder)
+                except FAILURES as error:
+                    result = f"{error}"
+                study.set_user_attr(key, result)
+                if not sweep.keep_checkpoints:
+                    remove_checkpoints(run_folder)
+                outcome = f"failed: {result}" if isinstance(result, str) else f"{sweep.objective} {result:.6g}"
+                print(f"finalist {trial.number}, seed {seed}: {outcome}", flush=True)
+    means = {}
+    for trial in finalists:
+        results = [study.user_attrs[f"final_{trial.number}_{seed}"] for seed in seeds]
+        if not any(isinstance(result, str) for result in results):
+            means[trial.number] = fmean(results)
+            write_hparams(folder, sweep, trial, {f"final/{sweep.objective}": means[trial.number]})
+    return dict(sorted(means.items(), key=lambda found: found[1], reverse=sweep.mode == "max"))
+
+
+def write_hparams(folder: Path, sweep: Sweep, trial: FrozenTrial, final: dict[str, float] | None = None) -> None:
+    """Writes a finished trial as one row of TensorBoard's HParams view: its settings and results."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    name = f"trial_{trial.number:04}"
+    shutil.rmtree(folder / "hparams" / name, ignore_errors=True)
+    results = {} if trial.value is None else {sweep.objective: trial.value, **(final or {})}
+    with SummaryWriter(str(folder / "hparams" / name)) as writer:
+        writer.add_hparams({**trial.params, "state": trial.state.name.lower()}, results, run_name=".")
+
+
+def _settings(params: dict[str, Any]) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in params.items())
+
+
+def _report(sweep: Sweep, study: optuna.Study, folder: Path, finals: dict[int, float]) -> list[str]:
     """Returns the lines that end a sweep: the best trials, and the command that trains with the best settings."""
-    where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
     best = best_trials(sweep, study, max(5, sweep.finalists))  # the winner may be the last of the finalists
-    lines = []
-    for trial in best:
-        settings = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in trial.params.items())
-        lines.append(f"trial {trial.number}: {sweep.objective} {trial.value:.6g}: {settings}")
+    lines = [f"trial {trial.number}: {sweep.objective} {trial.value:.6g}: {_settings(trial.params)}" for trial in best]
     winner = best[0]
     if finals:
         seeds = f"seeds {sweep.final_seed} to {sweep.final_seed + sweep.final_seeds - 1}"
         lines += [f"trial {number}: {sweep.objective} {mean:.6g} on {seeds}" for number, mean in finals.items()]
         winner = next(trial for trial in best if trial.number == next(iter(finals)))
+    where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
     words = ["rl", "fit", *(word for name in sweep.config for word in ("--config", name)), *sweep.arguments]
     return [*lines, where, shlex.join([*words, *(f"--{name}={value}" for name, value in winner.params.items())])]
-
-
-def run_finals(sweep: Sweep, study: Any, folder: Path) -> dict[int, float]:
-    """Runs the rest of the second round, together with other processes of the same sweep."""
-    finalists = best_trials(sweep, study, sweep.finalists)
-    seeds = range(sweep.final_seed, sweep.final_seed + sweep.final_seeds)
-    for wait in (False, True):  # what other processes run is waited for in the end
-        for seed in seeds:
-            for trial in finalists:
-                with locked(folder / f"final_{trial.number:04}_{seed}.lock", wait) as is_ours:
-                    if is_ours and _key(trial, seed) not in study.user_attrs:
-                        _run(sweep, study, trial, seed, folder)
-    means = {}
-    for trial in finalists:
-        results = [study.user_attrs[_key(trial, seed)] for seed in seeds]
-        if not any(isinstance(result, str) for result in results):
-            means[trial.number] = fmean(results)
-            write_hparams(folder, sweep, trial, _words(trial), means[trial.number])
-    return dict(sorted(means.items(), key=lambda found: found[1], reverse=sweep.mode == "max"))
-
-
-def _run(sweep: Sweep, study: Any, trial: Any, seed: int, folder: Path) -> None:
-    """Runs or resumes one seed of a finalist, and stores its result: a number, or the sentence that it failed with."""
-    run_folder = folder / "runs" / f"final_{trial.number:04}"
-    result: float | str
-    try:
-        result = run_once(sweep, _words(trial), seed, run_folder)
-        outcome = f"{sweep.objective} {result:.6g}"
-    except FAILURES as error:
-        result = str(error)
-        outcome = f"failed: {error}"
-    study.set_user_attr(_key(trial, seed), result)
-    if not sweep.keep_checkpoints:
-        remove_checkpoints(run_folder)
-    print(f"finalist {trial.number}, seed {seed}: {outcome}", flush=True)
-
-
-def _key(trial: Any, seed: int) -> str:
-    return f"final_{trial.number}_{seed}"
-
-
-def _words(trial: Any) -> dict[str, str]:
-    return {name: str(value) for name, value in trial.params.items()}

@@ -1,8 +1,9 @@
 """Reads the file of a sweep: which arguments are searched, in which ranges, and how a trial is judged."""
 
 import json
-import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,13 @@ from recipes import configs
 from recipes.cli.options import options_in
 from recipes.cli.sweep_spaces import SPACES
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
 from rl_modules.core.settings import Declared, setting
 
-#: Kinds of ranges, and what each holds.
-KINDS = {
-    "uniform": "two numbers, the smaller first, as in {uniform: [0.9, 0.99]}",
-    "log": "two positive numbers, the smaller first, as in {log: [1e-4, 1e-2]}",
-    "int": "two whole numbers, the smaller first, as in {int: [1, 10]}",
-    "log_int": "two whole numbers from 1 up, the smaller first, as in {log_int: [16, 1024]}",
-    "pow2": "two powers of two, the smaller first, as in {pow2: [16, 256]}",
-    "values": "a list of at least one value, as in {values: [64, 128]}",
-}
-
+try:
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+except ModuleNotFoundError as missing:
+    raise UsageError(f"rl sweep needs {missing.name}, which is not installed: {install('sweep')}") from missing
 
 #: Arguments that a sweep sets itself.
 SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
@@ -31,25 +27,43 @@ SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
 CHANGEABLE = ("n_trials", "keep_checkpoints", "finalists", "final_seeds")
 
 
-@dataclass(frozen=True)
-class Range:
-    """Values that an argument may take."""
-
-    kind: str
-    bounds: list[Any]
-
-    def choose(self, trial: Any, name: str) -> str:
-        """Draws a value, and returns it as a word of the command line."""
-        if self.kind == "values":
-            return str(trial.suggest_categorical(name, [as_word(value) for value in self.bounds]))
-        if "int" in self.kind:
-            return str(trial.suggest_int(name, *map(int, self.bounds), log=self.kind == "log_int"))
-        return repr(trial.suggest_float(name, *self.bounds, log=self.kind == "log"))
-
-
 def as_word(value: Any) -> str:
     """Returns a value of a YAML file as a word of the command line, which is read as YAML again."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def exponent(value: Any) -> int:
+    """Returns n of 2**n."""
+    if (n := operator.index(value)) < 1 or n & (n - 1):
+        raise ValueError
+    return n.bit_length() - 1
+
+
+#: Kinds of ranges: how a bound is read, Optuna's distribution of the bounds, and what a range holds.
+KINDS: dict[str, tuple[Callable[[Any], Any], Callable[..., BaseDistribution], str]] = {
+    "uniform": (float, FloatDistribution, "two numbers, the smaller first: [0.9, 0.99]"),
+    "log": (
+        float,
+        partial(FloatDistribution, log=True),
+        "two positive numbers, the smaller first: [1e-4, 1e-2]",
+    ),
+    "int": (operator.index, IntDistribution, "two whole numbers, the smaller first: [1, 10]"),
+    "log_int": (
+        operator.index,
+        partial(IntDistribution, log=True),
+        "two whole numbers from 1 up: [16, 1024]",
+    ),
+    "pow2": (
+        exponent,
+        lambda low, high: CategoricalDistribution([str(2**n) for n in range(low, high + 1)]),
+        "two powers of two, the smaller first: [16, 256]",
+    ),
+    "values": (
+        as_word,
+        lambda *values: CategoricalDistribution(values),
+        "a list of at least one value: [64]",
+    ),
+}
 
 
 def check_configs(name: str, given: Any) -> list[str]:
@@ -154,20 +168,13 @@ def default_space(names: list[str]) -> dict[str, Any] | None:
     return SPACES.get(str(algorithm).rpartition(".")[2])
 
 
-def read_range(place: str, given: Any) -> Range:
-    """Returns the range that a key of ``search`` describes."""
+def read_range(place: str, given: Any) -> BaseDistribution:
+    """Returns the distribution that a key of ``search`` describes."""
     kind, bounds = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else ("", given)
     if kind not in KINDS:
         raise UsageError(f"{place}={given!r} must have one of the keys {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    try:
-        low, high = (0.0, 0.0) if kind == "values" else map(float, bounds)  # PyYAML reads 1e-4 as text
-    except (TypeError, ValueError):
-        low, high = 1.0, 0.0
-    fits = low <= high and not ("log" in kind and low <= 0) and not ("int" in kind and (low % 1 or high % 1))
-    if kind == "pow2":  # both are 2**n where the mantissa is 0.5
-        fits = 1 <= low <= high < math.inf and math.frexp(low)[0] == math.frexp(high)[0] == 0.5
-    if not isinstance(bounds, list) or not bounds or not fits:
-        raise UsageError(f"{place}: {kind}={bounds!r} must be {KINDS[kind]}")
-    if kind == "pow2":
-        return Range("values", [2**n for n in range(math.frexp(low)[1] - 1, math.frexp(high)[1])])
-    return Range(kind, bounds if kind == "values" else [low, high])
+    bound, distribution, what = KINDS[kind]
+    try:  # PyYAML reads 1e-4 as text
+        return distribution(*map(bound, bounds if isinstance(bounds, list) else []))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{place}: {kind}={bounds!r} must be {what}") from error

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,111 +27,98 @@ CLOCKS = (
 )
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every value of a checkpoint with its path."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            if path or key not in NOT_COMPARED:
-                yield from leaves(value, f"{path}/{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}/{index}")
+def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields every value of a part of a checkpoint with its path."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
     else:
         yield path, tree
 
 
-@dataclass
-class Comparison:
-    """The differences between two states."""
-
-    compared: int = 0
-    #: Path of each value that differs, with the largest absolute difference (infinite where shapes or kinds differ).
-    different: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, one: dict[str, Any], other: dict[str, Any]) -> "Comparison":
-        """Compares two checkpoints value by value; NaN is equal to itself."""
-        left, right = dict(leaves(one)), dict(leaves(other))
-        found = cls(compared=len(left.keys() | right.keys()))
-        for path in sorted(left.keys() | right.keys()):
-            distance = _distance(left.get(path), right.get(path)) if path in left and path in right else float("inf")
-            if distance is not None:
-                found.different[path] = distance
-        return found
-
-    @property
-    def largest(self) -> tuple[str, float]:
-        """Path and size of the largest difference among the weights, or among everything where they agree."""
-        weights = {path: size for path, size in self.different.items() if path.startswith("state_dict/")}
-        chosen = weights or self.different
-        path = max(chosen, key=lambda name: chosen[name])
-        return path, chosen[path]
-
-
-def _distance(a: Any, b: Any) -> float | None:
-    """Largest absolute difference of two values; None where they are equal bit for bit."""
+def distance(a: Any, b: Any) -> float:
+    """Largest absolute difference of two values, of any at all infinity; NaN is equal to itself."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return None if repr(a) == repr(b) else float("inf")
+        return 0.0 if repr(a) == repr(b) else float("inf")
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    if a.numel() == 0 or torch.equal(a, b):
-        return None
-    x, y = a.double(), b.double()
-    both_nan = torch.isnan(x) & torch.isnan(y)
-    gap = torch.where(both_nan, 0.0, (x - y).abs())
-    return None if not gap.any() else float(torch.nan_to_num(gap, nan=float("inf")).max())
+    x, y = a.double().flatten(), b.double().flatten()
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+    return float(gap.nan_to_num(float("inf")).amax()) if len(gap) else 0.0
 
 
 @dataclass
 class Verdict:
-    """Result of a verification."""
+    """Result of a verification.
+
+    Attributes:
+        start: where the recomputation began; None: at the run's beginning.
+        end: the checkpoint that was compared.
+        differences: each value's largest absolute difference by its path; infinite where shapes or kinds differ.
+        points: points of curves that were compared.
+        first_point: the first that differs: step, curve, the run's value, the new one.
+    """
 
     start: Saved | None
     end: Saved
-    comparison: Comparison
-    #: Points of curves that were compared, and the first that differs: curve, step, the run's value, the new one.
+    differences: dict[str, float]
     points: int = 0
-    first_point: tuple[str, int, float, float] | None = None
+    first_point: tuple[int, str, float, float] | None = None
+
+    @property
+    def different(self) -> dict[str, float]:
+        """The values that differ."""
+        return {path: size for path, size in self.differences.items() if size}
 
     @property
     def is_same(self) -> bool:
         """Whether state and curves are the same, bit for bit."""
-        return not self.comparison.different and self.first_point is None
+        return not self.different and self.first_point is None
 
     def __str__(self) -> str:
         begin = "its beginning" if self.start is None else f"{self.start.name}.ckpt (update {self.start.step:,})"
         span = f"recomputed from {begin} to {self.end.name}.ckpt (update {self.end.step:,})"
+        n = len(self.differences)
         if self.is_same:
-            return f"{span}: the same, bit for bit: {self.comparison.compared} values, {self.points} points of curves"
+            return f"{span}: the same, bit for bit: {n} values, {self.points} points of curves"
         lines = [span + ": not the same"]
-        if self.comparison.different:
-            path, size = self.comparison.largest
+        if found := self.different:
+            weights = {path: size for path, size in found.items() if path.startswith("state_dict/")} or found
+            largest = max(weights, key=lambda path: weights[path])
             lines.append(
-                f"{len(self.comparison.different)} of {self.comparison.compared} values differ; the largest "
-                f"difference is {size:.2g}, in {path}"
+                f"{len(found)} of {n} values differ; the largest difference is {weights[largest]:.2g}, in {largest}"
             )
         if self.first_point is not None:
-            tag, step, before, now = self.first_point
+            step, tag, before, now = self.first_point
             lines.append(f"the first point of a curve that differs is {tag} at step {step:,}: {before!r}, now {now!r}")
         return "\n".join(lines)
 
 
-class _Comparer:
-    """Compares the running state with a checkpoint when its position is reached."""
+class _Comparer(L.Callback):
+    """Compares the running state with a checkpoint where its position is reached: between batches, or at the end."""
 
     def __init__(self, end: Saved, folder: Path) -> None:
         self.end, self.folder = end, folder
-        self.comparison: Comparison | None = None
+        self.differences: dict[str, float] | None = None
 
     def __call__(self, trainer: L.Trainer) -> None:
         if position_of(trainer) == self.end.position:
             file = self.folder / "here.ckpt"
             trainer.save_checkpoint(file, weights_only=False)
-            here = torch.load(file, weights_only=True, map_location="cpu")  # as the other
-            self.comparison = Comparison.of(saved_runs.read(self.end.path), here)
+            checkpoints = saved_runs.read(self.end.path), torch.load(file, weights_only=True, map_location="cpu")
+            before, now = (
+                dict(leaf for key, part in one.items() if key not in NOT_COMPARED for leaf in leaves(part, key))
+                for one in checkpoints
+            )
+            self.differences = {
+                path: distance(before.get(path, ...), now.get(path, ...)) for path in sorted(before.keys() | now.keys())
+            }
             for logger in trainer.loggers:
                 logger.save()
             raise Reached
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self(trainer)  # no batch follows, before which it would be called
 
 
 def verify(run: Path, start: str | None = None, trusted: bool = False) -> Verdict:
@@ -140,48 +127,27 @@ def verify(run: Path, start: str | None = None, trusted: bool = False) -> Verdic
     if not saved:
         raise UsageError(f"{run} has no checkpoint in {run / 'checkpoints'}, so there is nothing to compare with")
     end = saved[-1]
-    earlier = [one for one in saved if one.step < end.step]
-    by_name = {one.name: one for one in earlier}
-    if start not in (None, "start", *by_name):
+    earlier = {one.name: one for one in saved if one.step < end.step}
+    if start not in (None, "start", *earlier):
         raise UsageError(
-            f"from={start!r} is no checkpoint before {end.name}.ckpt; there are {', '.join(['start', *by_name])}"
+            f"from={start!r} is no checkpoint before {end.name}.ckpt; there are {', '.join(['start', *earlier])}"
         )
-    begin = (earlier[-1] if earlier else None) if start is None else by_name.get(start)
+    begin = earlier.get(start or next(reversed(earlier), "start"))
     with settings(run, begin, trusted) as (folder, arguments):
         comparer = _Comparer(end, folder)
         with contextlib.suppress(Reached):
-            Recomputation(arguments, [_AtEnd(comparer)], comparer)
-        if comparer.comparison is None:
+            Recomputation(arguments, comparer, comparer)
+        if comparer.differences is None:
             raise UsageError(
                 f"recomputed, {run} did not reach {end.path}, which has {end.step} updates: its settings "
                 "were changed when it was resumed, or other code ran"
             )
-        verdict = Verdict(begin, end, comparer.comparison)
-        _compare_curves(verdict, run, folder / "again" / "version_0")
-    return verdict
-
-
-class _AtEnd(L.Callback):
-    """Compares after the last batch, which no other follows."""
-
-    def __init__(self, comparer: _Comparer) -> None:
-        self.comparer = comparer
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.comparer(trainer)
-
-
-def _compare_curves(verdict: Verdict, run: Path, folder: Path) -> None:
-    old, new = curves.points(run), curves.points(folder)
-    found: list[tuple[int, str, float, float]] = []
-    for tag, points in new.items():
-        before = dict(old.get(tag, []))
-        for step, value in points:
-            if tag in CLOCKS or step not in before:
-                continue
+        old, new = curves.points(run), curves.points(folder / "again" / "version_0")
+    verdict = Verdict(begin, end, comparer.differences)
+    before = {(tag, *at): value for tag, points in old.items() for *at, value in points}
+    for step, tag, now in ((step, tag, value) for tag, points in new.items() for step, value in points):
+        if tag not in CLOCKS and (was := before.get((tag, step))) is not None:
             verdict.points += 1
-            if repr(before[step]) != repr(value):
-                found.append((step, tag, before[step], value))
-    if found:
-        step, tag, one, other = min(found)
-        verdict.first_point = (tag, step, one, other)
+            if repr(was) != repr(now) and (verdict.first_point is None or (step, tag) < verdict.first_point[:2]):
+                verdict.first_point = (step, tag, was, now)
+    return verdict

@@ -249,7 +249,7 @@ def test_a_disk_without_room_for_the_best_checkpoint_costs_no_run(
         fit(PPO(), ppo_data(eval_freq=32, n_eval_episodes=1, eval_on_start=False), **arguments)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
     callback = arguments["callbacks"][0]  # a later evaluation must not be compared with what no file holds
-    assert (callback.best_model_path, callback.best_model_score, callback.best_k_models) == ("", None, {})
+    assert (callback.best_model_path, callback.best_model_score) == ("", None)
 
 
 class Success(L.LightningModule):
@@ -633,7 +633,7 @@ def test_the_best_by_another_measure_does_not_stand_in_the_way(monitor: str, mod
     is_same = (monitor, mode) == ("eval/mean_reward", "max")
     if not is_same:  # no later evaluation is as low
         saved = torch.load(last, weights_only=True)
-        saved["callbacks"]["Checkpoints"].update(best_model_score=torch.tensor(-1e9), kth_value=torch.tensor(-1e9))
+        saved["callbacks"]["Checkpoints"].update(best_model_score=torch.tensor(-1e9))
         torch.save(saved, last)
     fit(PPO(learning_rate=0.05), ppo_data(**{**data, "total_timesteps": 320}), last, **arguments)
     assert len(seen) >= 2

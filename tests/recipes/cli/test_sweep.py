@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipes import configs
 from recipes.cli import main
-from recipes.cli.sweep_file import as_word, read
+from recipes.cli.sweep_file import read
 from recipes.cli.sweep_spaces import SPACES
 from recipes.pipeline import checked
 from rl_modules.common.errors import UsageError
@@ -461,6 +461,12 @@ def test_a_trial_that_another_process_finished_meanwhile_is_not_run_again(sweep,
     assert [(trial.state.name, trial.value) for trial in trials()] == [("COMPLETE", 2.0), ("COMPLETE", 1.0)]
 
 
+def ends(sweep, end):
+    """The first or last values of a sweep's ranges."""
+    return {name: found.choices[end] if hasattr(found, "choices") else (found.low, found.high)[end]
+            for name, found in sweep.ranges.items()}  # fmt: skip
+
+
 def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
     """Each range's ends parse with the config, through the same command line."""
     monkeypatch.chdir(tmp_path)
@@ -469,8 +475,7 @@ def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
         assert f"rl sweep {name}" in "\n".join(configs.header(name))
         sweep = read(name, [])
         for end in (0, -1):
-            words = [f"--{argument}={as_word(found.bounds[end] if 'int' not in found.kind else int(found.bounds[end]))}"
-                     for argument, found in sweep.ranges.items()]  # fmt: skip
+            words = [f"--{argument}={value}" for argument, value in ends(sweep, end).items()]
             configs_of = [word for config in sweep.config for word in ("--config", config)]
             with pytest.raises(SystemExit) as exit_:
                 main(["fit", *configs_of, *words, "--print_config"])
@@ -496,11 +501,8 @@ def test_default_ranges_name_arguments_that_exist_and_values_that_they_take(algo
     sweep = read(OF_ALGORITHM[algorithm], [])
     assert sweep.config == [OF_ALGORITHM[algorithm]] and list(sweep.search) == list(SPACES[algorithm])
     sweep_module.check(sweep)
-    fixed = optuna.trial.FixedTrial
     for end in (0, -1):
-        drawn = {name: as_word(found.bounds[end]) if found.kind == "values" else found.bounds[end]
-                 for name, found in sweep.ranges.items()}  # fmt: skip
-        words = [f"--{name}={found.choose(fixed(drawn), name)}" for name, found in sweep.ranges.items()]
+        words = [f"--{name}={value}" for name, value in ends(sweep, end).items()]
         checked("fit", ["--config", str(configs.find(OF_ALGORITHM[algorithm])), *words])
 
 
