@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +17,19 @@ from rl_modules.language.models import eos_token_ids
 from rl_modules.language.sampling import Completions, Sampler, SamplingSettings, check_options, make_sampler
 from rl_modules.language.sampling.check import CACHES
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.stop_strings import StopStrings
 from rl_modules.language.sampling.turns import converse
 from rl_modules.language.sampling.vllm import require_vllm
 from rl_modules.language.scoring import prepare_head, tokens_written
 from rl_modules.language.throughput import Stopwatch
 from rl_modules.loggers import adapters
+
+
+def check_stop(name: str, value: Any) -> Any:
+    """Refuses an empty list or text, which would end every completion."""
+    if value is not None and (isinstance(value, str) or not value or not all(value)):
+        raise UsageError(f"{name}={value!r} must be a list of texts of at least one character each, or null")
+    return value
 
 
 class LanguagePolicy(LanguageModule):
@@ -66,6 +75,12 @@ class LanguagePolicy(LanguageModule):
     )
     repetition_penalty: float = setting(default=1.0, says="of sampling; 1: none", above=0)
     max_completion_length: int = setting(default=256, says="maximum number of tokens per completion", least=1)
+    stop: list[str] | None = setting(
+        default=None,
+        says="texts that end a completion as the EOS token does, with the token that completes them. vLLM writes on, "
+        "and its completions are cut; completions in turns end by EOS alone",
+        check=check_stop,
+    )
 
     best_metric = ("eval/pass@1", "max")
     #: What selects the best checkpoint while a metric is 0 in every evaluation; that metric then says nothing.
@@ -151,7 +166,7 @@ class LanguagePolicy(LanguageModule):
             if partner is None:
                 written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended)
             else:
-                written = converse(self.sampler, prompts, seeds, settings, partner)
+                written = converse(self.sampler, prompts, seeds, replace(settings, stop=None), partner)
             watch.stop()
         if self._trainer is not None and self.trainer.training:
             self.throughput.add(written.length if written.written is None else written.written.sum(1), watch)
@@ -166,6 +181,7 @@ class LanguagePolicy(LanguageModule):
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "stop": None if self.stop is None else StopStrings(tuple(self.stop), self.tokenizer),
             # What differs is for an evaluation, which does not train on its completions.
             "return_sampling_mask": not different and bool(self.truncations),
             **different,

@@ -15,6 +15,7 @@ from rl_modules.language.architecture import cache_argument, transformers_model
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.stop_strings import StopStrings
 from rl_modules.language.sampling.support import packed
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
@@ -82,12 +83,19 @@ class Record:
     """The completions of all rows while they grow."""
 
     def __init__(
-        self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None, keeps: bool = False
+        self,
+        limit: Tensor,
+        stops: Tensor,
+        pad_token_id: int,
+        on_ended: RowListener | None = None,
+        keeps: bool = False,
+        stop: StopStrings | None = None,
     ) -> None:
         self.on_ended = on_ended
         #: Whether the tokens that each was drawn from are written: rows and steps of each pass, and their kept tokens.
         self.keeps, self._kept = keeps, list[tuple[Tensor, ...]]()
         shape = (len(limit), int(limit.max()))
+        self.stop = stop
         self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
         self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
         self.log_prob = torch.zeros(shape, dtype=torch.float32, device=limit.device)
@@ -98,6 +106,8 @@ class Record:
         """Writes one token to each of these rows; returns which of them have now had their last one."""
         ended = torch.isin(token, self.stops)
         self.tokens[row, step] = token
+        if self.stop is not None:
+            ended = ended | self.stop.end_at(self.tokens, row, step)
         self.log_prob[row, step] = log_prob
         self.length[row] = step + 1
         self.finished[row] = ended

@@ -21,6 +21,7 @@ from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.own_generate import generate
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 from rl_modules.language.sampling.request import check_request, completions_from, plain_layers, rows_in_flight
+from rl_modules.language.sampling.stop_strings import StopStrings
 from rl_modules.language.sampling.turns import Partner
 from rl_modules.language.sharding import gathered_once
 
@@ -45,6 +46,7 @@ def sample(
     cache_implementation: str = "auto",
     graph_memory: float = 0.1,
     on_ended: RowListener | None = None,
+    stop: StopStrings | None = None,
 ) -> Completions:
     """Samples ``num_generations`` completions of each prompt.
 
@@ -79,7 +81,8 @@ def sample(
             ``dynamic``. A model whose steps can't be replayed is decoded by the growing cache, and one line says why.
         graph_memory: share of the device's memory that graphs and their caches may keep from one generation to the
             next, in (0, 1]; the least recently used are freed first.
-        on_ended: called with each row as it ends: its number, its token ids, and whether an EOS token ended it.
+        on_ended: called with each row as it ends: its number, its token ids, and whether it finished.
+        stop: texts that end a completion as an EOS token does, with the token that completes them.
 
     Raises:
         UsageError: an argument out of range, a wrong number of seeds, an empty prompt, a prompt that leaves no room for
@@ -109,7 +112,7 @@ def sample(
     limits = [min(positions - batch.lengths[source], max_completion_length) for source in batch.sources]
     draws = uniforms(seeds, max(limits)).to(device, non_blocking=True)
     keeps = return_sampling_mask and rule.truncates
-    record = Record(on(device, limits), on(device, stops), pad_token_id, on_ended, keeps)
+    record = Record(on(device, limits), on(device, stops), pad_token_id, on_ended, keeps, stop)
     with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
         cache = cache_for(cache_implementation, model, longest, synced_gpus, at_once, graph_memory)
         if cache is None:

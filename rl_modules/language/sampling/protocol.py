@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.stop_strings import StopStrings
 
 #: Called with each row that ends, while others are still written: its number, its token ids, and whether it finished.
 RowListener = Callable[[int, list[int], bool], None]
@@ -23,7 +26,7 @@ class Completions:
     log_prob: Tensor
     #: (B,) int64: tokens of each row, EOS included.
     length: Tensor
-    #: (B,) bool: whether the row ended by an EOS token, not by the limit on its length.
+    #: (B,) bool: whether the row ended by an EOS token or a stop string, not by the limit on its length.
     finished: Tensor
     #: (B,) int64: the optimizer step of the weights that wrote each row; None: the current weights did.
     version: Tensor | None = None
@@ -47,7 +50,7 @@ class Completions:
 
     @property
     def finish_reason(self) -> list[str]:
-        """``"stop"`` for an EOS token, ``"length"`` for a row that was cut off, per row."""
+        """``"stop"`` for an EOS token or a stop string, ``"length"`` for a row that was cut off, per row."""
         return ["stop" if finished else "length" for finished in self.finished.tolist()]
 
 
@@ -64,6 +67,8 @@ class SamplingSettings:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     return_sampling_mask: bool = False
+    #: Texts that end a completion, too.
+    stop: StopStrings | None = None
 
 
 class Sampler(Protocol):

@@ -138,7 +138,7 @@ class Server:
                     raise ValueError(f"weights of step {version}, after {self.version} steps")
             except WRONG as error:
                 raise self.wrong(GENERATE, error) from error
-            found.append((row, version))
+            found.append((row if settings.stop is None else settings.stop.cut(row), version))
         return found
 
 

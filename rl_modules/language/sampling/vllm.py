@@ -96,7 +96,8 @@ class VLLMSampler(Sampler):
         ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(asked, parameters, use_tqdm=False)
-        return [to_row(output.outputs[0], settings) for output in outputs]
+        rows = [to_row(output.outputs[0], settings) for output in outputs]
+        return rows if settings.stop is None else [settings.stop.cut(row) for row in rows]
 
     def support_options(self, settings: SamplingSettings) -> dict[str, int]:
         """Parameters with which the engine returns the kept tokens: a mask, or all tokens' log-probabilities."""

@@ -6,12 +6,17 @@ import threading
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language import serving
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.remote import ServerSampler
+from rl_modules.language.sampling.rows import rows_of
+from rl_modules.language.sampling.stop_strings import StopStrings
 from tests.rl_modules.language.fake_vllm_server import FakeServer
 from tests.rl_modules.language.sampler_cases import (
     EOS,
@@ -135,6 +140,45 @@ def test_rows_end_at_eos_or_at_their_limit(kind, model, monkeypatch):
         assert tokens[n:] == [0] * (len(tokens) - n)
     reasons = set(written.finish_reason)
     assert reasons == {"stop", "length"}
+
+
+def pieces_tokenizer():
+    """Tokens of one to three characters, some of half a character: "é" has two bytes."""
+    pieces = ["<pad>", "<eos>", "a", "b", "c", "ab", "ba", "bc", "abc", "Ã", "©", "aÃ", "©b", "©©", "cÃ©a", "Ġa"]
+    model = models.WordLevel({piece: i for i, piece in enumerate([*pieces, *"defghijk"])}, "a")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("texts", [("ab",), ("éb", "cb"), ("bab", "d", "ca"), ("ca", "abcabcabc")], ids=" ".join)
+@pytest.mark.parametrize("in_flight", [None, 5])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(kind, texts, in_flight, model, monkeypatch):
+    """The expectation cuts what is sampled without them where the text of all tokens so far has one."""
+    tokenizer = pieces_tokenizer()
+    stop = StopStrings(texts, tokenizer)
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        if kind == "native":
+            sampler.max_rows_in_flight = in_flight
+        whole = sampler.sample([[5, 6], [7]], 32, range(64), settings(max_completion_length=24))
+        heard = {}
+        found = sampler.sample([[5, 6], [7]], 32, range(64), settings(max_completion_length=24, stop=stop),
+                               lambda row, tokens, finished: heard.update({row: (tokens, finished)}))  # fmt: skip
+    cut = 0
+    for i, row in enumerate(rows_of(whole)):
+        ends = [n for n in range(1, len(row.tokens) + 1) if any(t in tokenizer.decode(row.tokens[:n]) for t in texts)]
+        n, finished = (ends[0], True) if ends else (len(row.tokens), row.finished)
+        own = rows_of(found)[i]
+        assert (own.tokens, own.finished) == (row.tokens[:n], finished) == heard[i]
+        assert own.log_prob == pytest.approx(row.log_prob[:n], abs=1e-5)
+        cut += n < len(row.tokens)
+    assert cut > 3
+
+
+@pytest.mark.parametrize("stop", ["ab", [], ["a", ""]])
+def test_stop_strings_that_would_end_everything_are_refused(stop):
+    with pytest.raises(UsageError, match="stop=.* must be a list of texts"):
+        GRPO(stop=stop)
 
 
 def test_equal_seeds_give_equal_rows_and_others_others(kind, model, monkeypatch):
