@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from recipes import comparison, configs
+from recipes import compared_runs, comparison, configs
 
 STORE = Path(__file__).parent / "results"
 #: Folder of a run's checkpoints until its result is stored.
@@ -214,7 +214,7 @@ def run_seed(row: Row, seed: int, threads: int = 1) -> str:
 
 def read_run(folder: Path, row: Row) -> dict:
     """Final value, transitions and curve (at most 200 points) of a run's folder."""
-    curves = comparison.read(folder).curves
+    curves = compared_runs.read(folder).curves
     curve = [(step, round(value, 4)) for step, value in curves[row.curve]]
     keep = np.unique(np.linspace(0, len(curve) - 1, 200).astype(int))
     return {
@@ -233,10 +233,10 @@ def load(row: Row) -> list[dict]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in files if int(path.stem) >= row.first_seed]
 
 
-def as_results(row: Row, runs: list[dict]) -> list[comparison.Result]:
+def as_results(row: Row, runs: list[dict]) -> list[compared_runs.Result]:
     """Returns stored seeds as ``rl compare`` reads runs; the final evaluation is a metric of its own."""
     return [
-        comparison.Result(
+        compared_runs.Result(
             row.config, run["seed"],
             {row.curve: run["curve"], f"final {row.tag}": [(run["total_timesteps"], run["final"])]},
             {}, run.get("cpu_s"),

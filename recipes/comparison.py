@@ -1,32 +1,18 @@
 """Runs side by side: what differs in their settings, what they reached over seeds, and their curves on one axis."""
 
-import glob
-import importlib.util
-import io
-import os
+import math
 import re
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipes.callbacks import curves
-from recipes.run import run_name
-from recipes.run_files import (
-    CURVES_BYTES,
-    MOST_COLUMNS,
-    Unreadable,
-    content,
-    folders_with,
-    group,
-    mapping,
-    shown,
-)
+import datamodules
+import rl_modules
+from recipes.compared_runs import Result, leave_out, read_all
+from recipes.run_files import shown
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.extras import install
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,167 +43,87 @@ DRAWN = {"eval/mean_reward": "rollout/ep_rew_mean"}
 FEWEST = 3
 #: Resamples of the bootstrap.
 RESAMPLES = 2_000
-#: Columns of the table, which no setting's name may be.
-COLUMNS = ("run", "seeds", "n", "steps", "seconds", "worst", "final", "best", "iqm", "p_above_first")
+#: Unfinished runs that are named.
+MOST_UNFINISHED = 5
 #: Settings that a run's name or the column of seeds shows, or that say where it ran.
 _SHOWN = re.compile(r"seed|env_id|trainer\.(accelerator|devices|default_root_dir|enable_progress_bar)")
 
 
-@dataclass(frozen=True)
-class Result:
-    """One run as it is compared: its name, as in ``PPO-CartPole-v1``, its seed, (step, value) by metric in the order of
-    the steps, its settings by dotted name, and the seconds of its training, None where they are not known.
-    """
-
-    name: str
-    seed: int
-    curves: dict[str, list[tuple[int, float]]]
-    settings: dict[str, Any] = field(default_factory=dict)
-    seconds: float | None = None
+#: Settings that change the course of a run or its display, and nothing that is learned.
+_ASIDE = re.compile(
+    r"(n_)?(eval|test)_.*|n_(eval|test)_episodes|log_every|stats_window_size|record_every|vectorization_mode"
+    r"|trainer\.(enable|log_|max_time|num_sanity|check_val|val_check|limit_(val|test|predict)|profiler|benchmark).*"
+)
 
 
 def compare(*runs: str | Path, metric: str | None = None, mode: str | None = None) -> "pd.DataFrame":
-    """Compares runs: a row for runs that differ in their seed alone.
+    """Compares runs: a row for runs that differ in their seed alone, the rows of a task together.
 
     Args:
         *runs: folders of runs, folders with runs below them such as a sweep's, and patterns such as ``logs/*/*``.
-        metric: by which they are compared; None: the first of :data:`METRICS` that all of them log.
+        metric: by which they are compared; None: for each task the first of :data:`METRICS` that all its runs log.
         mode: ``max`` or ``min``, the direction in which the metric improves; None: ``min`` for a loss, else ``max``.
 
     Returns:
-        Columns: ``run``; every setting that differs; ``seeds`` and ``n``, their number; ``steps`` and ``seconds``, the
-        median; ``final`` and ``best``, the mean over seeds of the last and the best value; ``iqm``, the interquartile
-        mean of the last; ``worst``, the worst seed's last; ``p_above_first``, the probability that a seed of this row
-        ends better than one of the first, where ties count half. The last and its 95 % bootstrap interval over seeds
-        (``final_low``, ``final_high``, …) need three seeds, and are NaN below. ``attrs`` holds metric and mode.
+        Columns: ``task`` (environment or data), ``metric``, ``run``; every setting that differs; ``seeds`` and ``n``,
+        their number; ``unfinished``, how many of them are not known to have come to their end; ``steps`` and
+        ``seconds``, the median; ``final`` and ``best``, the mean over seeds of the last and the best value, where an
+        evaluation before the first step does not count; ``iqm``, the interquartile mean of the last; ``worst``, the
+        worst seed's last; ``p_above_first``, the probability that a seed of this row ends better than one of the task's
+        first, where ties count half. The last and its 95 % bootstrap interval over seeds (``final_low``,
+        ``final_high``, …) need three seeds, and are NaN below. ``attrs`` holds the first task's metric and mode.
 
     Raises:
         UsageError: a path holds no run, the metric is not logged by all, or the extra ``compare`` is not installed.
 
     Source: Agarwal et al. 2021, arXiv:2108.13264 (IQM, stratified bootstrap, probability of improvement).
     """
-    return summarize(with_metric(read_all(runs), metric), metric, mode)
+    return _together([summarize(results, metric, mode) for results in by_task(read_all(runs), metric)])
+
+
+def _together(tables: Sequence["pd.DataFrame"]) -> "pd.DataFrame":
+    import pandas as pd
+
+    frame = pd.concat(tables, ignore_index=True) if len(tables) > 1 else tables[0]
+    frame.attrs.update(tables[0].attrs)
+    return frame
 
 
 def compare_command(given: Any) -> None:
-    """Prints the table of ``rl compare``, and writes its files."""
-    results = with_metric(read_all(given.runs), given.metric)
-    frame = summarize(results, given.metric, given.mode)
-    print(text_of(frame))
+    """Prints the tables of ``rl compare``, and writes its files."""
+    tasks = by_task(read_all(given.runs), given.metric)
+    tables = [summarize(results, given.metric, given.mode) for results in tasks]
+    print("\n\n".join(text_of(table, results) for table, results in zip(tables, tasks, strict=True)))
     if given.plot is not None:
-        plot(results, given.plot, given.metric)
+        plot_tasks(tasks, given.plot, given.metric)
     if given.csv is not None:
-        frame.to_csv(given.csv, index=False)
-
-
-def require_packages() -> None:
-    """Raises where the packages of a comparison are missing."""
-    if missing := [name for name in ("pandas", "rliable", "matplotlib") if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"comparing runs needs {', '.join(missing)}, not installed here: {install('compare')}")
-
-
-# ---------------------------------------------------------------- reading
-
-
-def read_all(places: Sequence[str | Path]) -> list[Result]:
-    """Reads all runs in some places; of runs with the same settings and seed the last. A line on standard error says
-    which of several can't be read.
-    """
-    require_packages()
-    found, refused = [], []
-    for folder in dict.fromkeys(run for place in places for run in runs_in(place)):
-        try:
-            found.append(read(folder))
-        except Unreadable as error:
-            refused.append(str(error))
-    if not found:
-        raise UsageError("; ".join(refused[:3]))
-    leave_out(refused)
-    return list({(x.name, x.seed, str(sorted(x.settings.items()))): x for x in found}.values())
-
-
-def leave_out(lines: Iterable[str]) -> None:
-    """Says which runs are not compared, and why."""
-    for line in lines:
-        print(f"left out: {line}", file=sys.stderr)
-
-
-def runs_in(place: str | Path) -> list[Path]:
-    """Returns the folders of the runs in a folder or in those of a pattern, ``version_2`` before ``version_10``."""
-    paths = [Path(path) for path in glob.glob(str(Path(place).expanduser()))] or [Path(place)]
-    runs = {folder for path in paths for folder in folders_with("hparams.yaml", path)}
-    if not runs:
-        raise UsageError(
-            f"{place} holds no run: its folder has an hparams.yaml, as `rl fit` writes it with "
-            "TensorBoardLogger and CSVLogger"
-        )
-    return sorted(
-        runs, key=lambda run: [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", str(run))]
-    )
-
-
-def read(folder: Path) -> Result:
-    """Reads a run's settings and curves."""
-    file = folder / "config.yaml"
-    settings, config = mapping(folder / "hparams.yaml"), mapping(file) if os.path.lexists(file) else {}
-    trainer = {
-        f"trainer.{name}": value
-        for name, value in (group(config, "trainer", file) if "trainer" in config else {}).items()
-        if isinstance(value, int | float | str)
-    }
-    if not isinstance(seed := settings.get("seed", 0), int):
-        raise Unreadable(folder / "hparams.yaml", f"has seed={shown(seed)}, where a whole number should be")
-    has_events = next(folder.glob(curves.PATTERN), None) is not None
-    if not has_events and not os.path.lexists(folder / "metrics.csv"):
-        raise Unreadable(folder, "has no curves: neither TensorBoard's files nor metrics.csv")
-    points = curves.points(folder) if has_events else _csv_points(folder / "metrics.csv")
-    if not points:
-        raise Unreadable(folder, "has no points of curves")
-    seconds = curves.seconds(folder) if has_events else None
-    if "time/time_elapsed" in points:
-        seconds = points["time/time_elapsed"][-1][1]
-    own = {name if name not in COLUMNS else f"settings.{name}": value for name, value in settings.items()}
-    name = _name_of(config, file) if {"model", "data"} <= config.keys() else folder.parent.name
-    return Result(name, seed, points, {**own, **trainer}, seconds)
-
-
-def _name_of(config: dict[str, Any], file: Path) -> str:
-    algorithm, data = (str(group(config, name, file).get("class_path")) for name in ("model", "data"))
-    settings = group(group(config, "data", file), "init_args", file)
-    return run_name(algorithm.rpartition(".")[2], settings, data.rpartition(".")[2])
-
-
-def _csv_points(file: Path) -> dict[str, list[tuple[int, float]]]:
-    import pandas as pd
-
-    raw = content(file, CURVES_BYTES)
-    header = raw[: 2**17].partition(b"\n")[0]
-    if len(header) == 2**17 or header.count(b",") >= MOST_COLUMNS:
-        raise Unreadable(file, f"has a first line of {len(header):,} bytes, where a run's names its columns")
-    try:
-        frame = pd.read_csv(io.BytesIO(raw), keep_default_na=False, na_values=[""], low_memory=False)
-        frame = frame.sort_values("step", kind="stable").set_index("step")
-        return {
-            str(name): [(_step(step), float(value)) for step, value in frame[name].dropna().items()]
-            for name in frame.columns.drop("epoch", errors="ignore")
-            if frame[name].notna().any()
-        }
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        said = "no column step" if isinstance(error, KeyError) else str(error)
-        raise Unreadable(file, f"no table of curves: {said}") from error
-
-
-def _step(given: Any) -> int:
-    if not -(2**53) < given < 2**53:  # NaN, too
-        raise ValueError(f"step={given}")
-    return int(given)
+        _together(tables).to_csv(given.csv, index=False)
 
 
 # ---------------------------------------------------------------- a table
 
 
+def by_task(results: Sequence[Result], metric: str | None) -> list[list[Result]]:
+    """Returns the runs of each environment or data set that log the metric; lines say which are left out."""
+    tasks: dict[str, list[Result]] = {}
+    for run in results:
+        tasks.setdefault(run.task, []).append(run)
+    found = [with_metric(runs, metric) for runs in tasks.values()]
+    comparable = [runs for runs in found if _common(runs, metric)]
+    if not comparable:
+        return found[:1]  # `chosen_metric` says what is wrong
+    other = metric or "a metric of learning after the first step"
+    leave_out(f"{run.title}, which does not log {other}" for runs in found if runs not in comparable for run in runs)
+    return comparable
+
+
+def _common(results: Sequence[Result], metric: str | None) -> list[str]:
+    """The metrics by which runs can be compared: a given one, or those of :data:`METRICS`, which all of them log."""
+    return [name for name in ([metric] if metric else METRICS) if all(run.values(name) for run in results)]
+
+
 def summarize(results: Sequence[Result], metric: str | None = None, mode: str | None = None) -> "pd.DataFrame":
-    """Returns the table of :func:`compare` for runs that are read."""
+    """Returns the table of :func:`compare` for runs of one task."""
     import pandas as pd
 
     metric = chosen_metric(results, metric)
@@ -227,15 +133,18 @@ def summarize(results: Sequence[Result], metric: str | None = None, mode: str | 
     sign = -1.0 if mode == "min" else 1.0
     rows, first = [], None
     for (name, settings), runs in groups(results).items():
-        finals = np.array([run.curves[metric][-1][1] for run in runs])
-        bests = np.array([sign * max(sign * value for _, value in run.curves[metric]) for run in runs])
+        finals = np.array([run.values(metric)[-1][1] for run in runs])
+        bests = np.array([sign * max(sign * value for _, value in run.values(metric)) for run in runs])
         known = [run.seconds for run in runs if run.seconds is not None]
         row: dict[str, Any] = {
+            "task": runs[0].task,
+            "metric": metric,
             "run": name,
             **dict(settings),
             "seeds": ", ".join(str(run.seed) for run in runs),
             "n": len(runs),
-            "steps": int(np.median([_end(run) for run in runs])),
+            "unfinished": sum(not run.ended for run in runs),
+            "steps": int(np.median([run.last_step for run in runs])),
             "seconds": float(np.median(known)) if known else None,
             "worst": sign * (sign * finals).min(),
         }
@@ -254,51 +163,64 @@ def summarize(results: Sequence[Result], metric: str | None = None, mode: str | 
 def with_metric(results: Sequence[Result], metric: str | None) -> list[Result]:
     """Returns the runs that log a metric, by default the one of :data:`METRICS` that most of them log; all if none."""
     named = METRICS if metric is None else (metric,)
-    counts = {name: sum(name in run.curves for run in results) for name in named}
+    counts = {name: sum(bool(run.values(name)) for run in results) for name in named}
     most = max(named, key=counts.__getitem__)
     if not counts[most] or any(count == len(results) for count in counts.values()):
         return list(results)
-    leave_out(f"{run.name}, seed {run.seed}, which does not log {most}" for run in results if most not in run.curves)
-    return [run for run in results if most in run.curves]
+    leave_out(f"{run.title}, which {_lacks(run, most)}" for run in results if not run.values(most))
+    return [run for run in results if run.values(most)]
+
+
+def _lacks(run: Result, metric: str) -> str:
+    return f"has {metric} from before its first step alone" if metric in run.curves else f"does not log {metric}"
 
 
 def chosen_metric(results: Sequence[Result], metric: str | None) -> str:
     """Returns the metric by which runs are compared, which all of them log."""
-    common = [name for name in results[0].curves if all(name in run.curves for run in results)]
-    if metric is None and (known := [name for name in METRICS if name in common]):
+    if known := _common(results, metric):
         return known[0]
-    if metric not in common:
-        what = "no metric of learning is" if metric is None else f"metric={metric!r} is not"
-        raise UsageError(
-            f"{what} logged by all {len(results)} runs{did_you_mean(str(metric), common)}; all log "
-            f"{', '.join(common) or 'nothing in common'}"
-        )
-    return str(metric)
-
-
-def _end(run: Result) -> int:
-    return max(points[-1][0] for points in run.curves.values())
+    common = [name for name in results[0].curves if all(run.values(name) for run in results)]
+    what = "no metric of learning is" if metric is None else f"metric={metric!r} is not"
+    raise UsageError(
+        f"{what} logged by all {len(results)} runs{did_you_mean(str(metric), common)}; all log "
+        f"{', '.join(common) or 'nothing in common'}"
+    )
 
 
 def groups(results: Sequence[Result]) -> dict[tuple[str, tuple], list[Result]]:
-    """Returns the runs that differ in their seed alone, by name and by the settings in which others differ."""
+    """Returns the runs that differ in their seed alone, by name and by the settings in which others differ.
+
+    First are the settings in which runs of one algorithm differ, then those that have another value than an algorithm's
+    default, then defaults of two algorithms, and last those that change nothing that is learned.
+    """
     names = dict.fromkeys(name for run in results for name in run.settings if not _SHOWN.fullmatch(name))
-    within, between = [], []
+    ranks: dict[str, tuple[bool, int]] = {}
     for name in names:
         alike: dict[str, set] = {}
         for run in results:
             alike.setdefault(run.name, set()).add(str(run.settings.get(name)))
         if any(len(values) > 1 for values in alike.values()):
-            within.append(name)
+            ranks[name] = bool(_ASIDE.fullmatch(name)), 0
         elif len({str(run.settings[name]) for run in results if name in run.settings}) > 1:
-            between.append(name)
-    differing = within + between
+            ranks[name] = bool(_ASIDE.fullmatch(name)), 1 if any(_is_changed(run, name) for run in results) else 2
     found: dict[tuple[str, tuple], list[Result]] = {}
     for run in results:
-        values = {name: run.settings.get(name) for name in differing}
+        values = {name: run.settings.get(name) for name in sorted(ranks, key=ranks.__getitem__)}
         settings = tuple((name, x if isinstance(x, int | float | None) else str(x)) for name, x in values.items())
         found.setdefault((run.name, settings), []).append(run)
     return found
+
+
+def _is_changed(run: Result, name: str) -> bool:
+    """Whether a run of a control algorithm has another value than the default."""
+    algorithm = run.name.partition("-")[0]
+    if name not in run.settings or algorithm not in rl_modules.CONTROL:
+        return False
+    module = getattr(rl_modules, algorithm)
+    replays = module.experience.kind == "replay"
+    data = datamodules.ReplayDataModule if replays else datamodules.RolloutDataModule
+    declared = {**data.declared_settings, **module.declared_settings}
+    return name in declared and str(run.settings[name]) != str(declared[name].default)
 
 
 def interval(values: np.ndarray, middle: bool = False) -> tuple[Any, Any, Any]:
@@ -331,9 +253,10 @@ def probability_above(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(probability_of_improvement(ours[:, None], theirs[:, None]))
 
 
-def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
-    """Returns the table as people read it; of the settings that differ, the first ``most``."""
-    own = list(frame.columns[1 : frame.columns.get_loc("seeds")])
+def text_of(frame: "pd.DataFrame", results: Sequence[Result], most: int = 6) -> str:
+    """Returns a task's table as people read it; of the settings that differ, the first ``most``."""
+    begin = frame.columns.get_loc("run")
+    own = list(frame.columns[begin + 1 : frame.columns.get_loc("seeds")])
     given = frame[["run", *own[:most]]].astype(object)
     table = given.where(frame.notna(), "–").map(shown).rename(columns=shown)
     table["seeds"] = [str(n) if n > 1 else f"1 ({seeds})" for n, seeds in zip(frame["n"], frame["seeds"], strict=True)]
@@ -346,9 +269,13 @@ def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
         table["P(above 1st)"] = [f"{x:.2f}" if x == x else "–" for x in frame["p_above_first"]]
     table["steps"] = [f"{x:,}" for x in frame["steps"]]
     table["time"] = [f"{x:.1f} s" if x == x and x is not None else "–" for x in frame["seconds"]]
+    if frame["unfinished"].any():
+        table["unfinished"] = [
+            f"{k} of {n}" if k else "–" for k, n in zip(frame["unfinished"], frame["n"], strict=True)
+        ]
     better = "lower" if frame.attrs["mode"] == "min" else "higher"
     lines = [
-        f"{shown(frame.attrs['metric'])}, {better} is better; mean over seeds "
+        f"{shown(results[0].task)}: {shown(frame.attrs['metric'])}, {better} is better; mean over seeds "
         f"[95 % bootstrap interval, from {FEWEST} seeds]"
     ]
     rows = [list(table.columns), *table.values.tolist()]
@@ -356,7 +283,19 @@ def text_of(frame: "pd.DataFrame", most: int = 6) -> str:
     lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if more := own[most:]:
         lines.append(f"{len(more)} more settings differ, which --csv has: {shown(', '.join(more), 300)}")
+    unfinished = [run for run in results if not run.ended]
+    lines += [f"unfinished: {shown(run.title, 200)}, {_progress_of(run)}" for run in unfinished[:MOST_UNFINISHED]]
+    if len(unfinished) > MOST_UNFINISHED:
+        lines.append(f"unfinished: {len(unfinished) - MOST_UNFINISHED} more")
     return "\n".join(lines)
+
+
+def _progress_of(run: Result) -> str:
+    if run.wanted is not None:
+        return f"at {run.last_step:,} of {run.wanted:,} steps"
+    return f"at {run.last_step:,} steps" + (
+        "" if run.ended is False else "; its folder does not say whether that is its end"
+    )
 
 
 def _with_interval(value: float, low: float, high: float) -> str:
@@ -374,18 +313,48 @@ def plot(
     target: float | None = None,
     dpi: int = 120,
 ) -> None:
-    """Draws curves on one axis: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
+    """Draws the runs of one task, see :func:`plot_tasks`."""
+    plot_tasks([results], file, metric, curve, target, dpi)
+
+
+def plot_tasks(
+    tasks: Sequence[Sequence[Result]],
+    file: str | Path,
+    metric: str | None = None,
+    curve: str | None = None,
+    target: float | None = None,
+    dpi: int = 120,
+) -> None:
+    """Draws a panel per task: mean over seeds, its 95 % bootstrap interval, every seed as a thin line.
 
     A metric of few points is drawn by its training ``curve``, with dots at the last; ``target`` is a dashed line.
     """
     from matplotlib.figure import Figure
+
+    columns = min(len(tasks), 3)
+    height = math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(6.4 * columns, 4 * height), layout="constrained")
+    panels = figure.subplots(height, columns, squeeze=False).flatten()
+    for axes, results in zip(panels, tasks, strict=False):
+        draw(axes, results, metric, curve, target)
+        if len(tasks) > 1:
+            axes.set_title(shown(results[0].task).replace("$", r"\$"))
+            axes.legend(fontsize="small")
+    for axes in panels[len(tasks) :]:
+        axes.set_axis_off()
+    if len(tasks) == 1:
+        figure.legend(loc="outside lower center", fontsize="small")
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=dpi)
+
+
+def draw(axes: Any, results: Sequence[Result], metric: str | None, curve: str | None, target: float | None) -> None:
+    """Draws the runs of one task into a panel."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     judged = chosen_metric(results, metric)
     drawn = curve or (DRAWN.get(judged, judged) if metric is None else judged)
     drawn = drawn if all(drawn in run.curves for run in results) else judged
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
     rows = groups(results)
     for i, ((name, settings), runs) in enumerate(rows.items()):
         steps, values = on_one_axis([run.curves[drawn] for run in runs])
@@ -393,7 +362,7 @@ def plot(
         for run in runs if len(runs) > 1 else []:
             axes.plot(*zip(*run.curves[drawn], strict=True), color=f"C{i}", alpha=0.25, linewidth=0.7)
         axes.fill_between(steps, low, high, color=f"C{i}", alpha=0.25, linewidth=0)
-        finals = np.array([run.curves[judged][-1][1] for run in runs])
+        finals = np.array([run.values(judged)[-1][1] for run in runs])
         iqm, low_, high_ = interval(finals, middle=True)
         own = [
             f"{key}={value}"
@@ -402,20 +371,19 @@ def plot(
         ]
         label = ", ".join([name, *own])
         label += f" ({len(runs)} seed{'s' if len(runs) > 1 else ''}"
+        if unfinished := sum(run.ended is False for run in runs):
+            label += f", {unfinished} unfinished"
         label += f", IQM {_with_interval(iqm, low_, high_)})" if len(runs) >= FEWEST else ")"
         label = shown(label, 200).replace("$", r"\$")
         axes.plot(steps, mean, color=f"C{i}", label=label, marker="." if len(steps) <= 10 else None)
         if drawn != judged:
-            axes.scatter([_end(run) for run in runs], finals, color=f"C{i}", s=9, zorder=3)
+            axes.scatter([run.last_step for run in runs], finals, color=f"C{i}", s=9, zorder=3)
     in_control = drawn.startswith("rollout/") or any("rollout/ep_rew_mean" in run.curves for run in results)
     axes.set(xlabel="transitions" if in_control else "optimizer steps", ylabel=shown(drawn).replace("$", r"\$"))
     if target is not None:
         axes.axhline(target, color="gray", linestyle="--", linewidth=1)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(loc="outside lower center", fontsize="small")
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=dpi)
 
 
 def on_one_axis(curves: Sequence[Sequence[tuple[int, float]]], points: int = 200) -> tuple[np.ndarray, np.ndarray]:

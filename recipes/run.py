@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOGS = "logs"
 #: File of a run's folder that a process which trains in it holds.
 LOCK = "run.lock"
+#: File of a run's folder with the step at which its training came to its end, which an unfinished run lacks.
+END = "ended_at"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,13 @@ def continue_folder(run: SavedRun, checkpoint: dict[str, Any] | None, trainer: A
     positions = written.get("loggers", [])
     for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):
         adapter.cut(position)
+
+
+def note_end(trainer: L.Trainer, step: int) -> None:
+    """Notes in a run's folder that its training came to its end."""
+    logger = trainer.loggers[0] if trainer.loggers and trainer.is_global_zero else None
+    if isinstance(logger, TensorBoardLogger | CSVLogger) and (folder := Path(str(logger.log_dir))).is_dir():
+        (folder / END).write_text(f"{step}\n")
 
 
 def remove_unused(folders: Iterable[Path]) -> None:

@@ -121,6 +121,8 @@ class Trainer(L.Trainer):
                 if (own := getattr(model, "run", None)) is not None and not own.has_begun:
                     run.remove_unused(made)  # the run was refused
                 raise
+            if data is not None:
+                run.note_end(self, summary.reached(self, model, data)[0])
             if data is not None and self.evaluates and Checkpoints.of(self) is not None:
                 wait_for("")
                 is_interrupted = summary.finish(self, model, data, time.monotonic() - began_s)

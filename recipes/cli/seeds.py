@@ -13,6 +13,7 @@ from typing import Any
 from recipes import comparison, configs
 from recipes.cli import runs
 from recipes.cli.options import options_in
+from recipes.compared_runs import read_all, require_packages
 from recipes.pipeline import checked
 from recipes.terminal import wait_for
 from rl_modules.common.errors import UsageError
@@ -25,7 +26,7 @@ _UNNAMED = re.compile(r"--(config|resume|threads|record_every|model|data|(traine
 
 def seeds_command(words: Sequence[str]) -> None:
     """Trains on each seed in a process and folder of its own, and prints the table of ``rl compare``."""
-    comparison.require_packages()
+    require_packages()
     options = list(options_in(words))
     given = {name: _number(name, value) for name, value, _ in options if name in OWN}
     first, jobs = given.get("--seed_everything", 0), given.get("--jobs", 1)
@@ -89,8 +90,8 @@ def seeds_command(words: Sequence[str]) -> None:
     finally:
         pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGTERM, before)
-    results = comparison.read_all([parent / folder for folder in folders.values()])
-    print(comparison.text_of(comparison.summarize(results)))
+    results = read_all([parent / folder for folder in folders.values()])
+    print(comparison.text_of(comparison.summarize(results), results))
 
 
 def _number(name: str, value: str) -> int:

@@ -6,17 +6,34 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import yaml
 
 import recipes
-from recipes import comparison
+from datamodules import RolloutDataModule
+from recipes import compared_runs, comparison
 from recipes.cli import main
+from rl_modules import PPO
 from rl_modules.common.errors import UsageError
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("rliable")
+
+
+class StopAfter(L.Callback):
+    """Ends a run after some epochs, by itself or by an error."""
+
+    def __init__(self, epochs: int, error: Exception | None = None) -> None:
+        self.epochs, self.error = epochs, error
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == self.epochs:
+            if self.error is not None:
+                raise self.error
+            trainer.should_stop = True
+
 
 FINALS = {0.2: [10.0, 40.0, 20.0, 30.0], 0.1: [35.0, 15.0, 50.0, 30.0]}
 
@@ -174,9 +191,115 @@ def test_curves_of_tensorboard_are_read_with_their_time(tmp_path: Path) -> None:
     with SummaryWriter(str(run)) as writer:
         for step in range(3):
             writer.add_scalar("train/reward", step / 4, step, walltime=100.0 + 2 * step)
-    result = comparison.read(run)
+    result = compared_runs.read(run)
     assert (result.name, result.seed, result.seconds) == ("GRPO-addition", 3, 4.0)
     assert result.curves == {"train/reward": [(0, 0.0), (1, 0.25), (2, 0.5)]}
+
+
+# ---------------------------------------------------------------- stopped, empty and mixed folders
+
+
+def _task(name: str, seed: int, points: list, metric: str = "eval/mean_reward", end: str = "", **settings):
+    """Makes a run ``logs/<name>``, with the note of its end."""
+
+    def make(folder: Path) -> None:
+        trainer = settings.pop("trainer", None)
+        run = write(folder / name, seed, points, metric, **settings)
+        if end:
+            (run / "ended_at").write_text(end)
+        if trainer:
+            (run / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+
+    return make
+
+
+FULL = {"total_timesteps": 100}
+MAZE, CHAIN, ADDITION = "PPO-Maze-v0", "PPO-Chain-v0", "GRPO-addition"
+WHOLE = _task(f"{MAZE}/whole", 0, [(0, 9.0), (50, 1.0), (100, 2.0)], **FULL)
+#: Folders; the runs that are compared, unfinished, and left out; the finals.
+FOLDERS: dict[str, tuple[list, int, int, int, list[float]]] = {
+    "whole": ([WHOLE], 1, 0, 0, [2.0]),
+    "stopped": ([WHOLE, _task(f"{MAZE}/b", 1, [(0, 9.0), (60, 4.0)], **FULL)], 2, 1, 0, [3.0]),
+    "stopped before an evaluation": ([WHOLE, _task(f"{MAZE}/b", 1, [(0, 9.0)], **FULL)], 1, 0, 1, [2.0]),
+    "ended early": ([_task(f"{MAZE}/a", 0, [(40, 5.0)], end="40\n", **FULL)], 1, 0, 0, [5.0]),
+    "resumed after its end, and stopped": (
+        [_task(f"{MAZE}/a", 0, [(100, 5.0), (130, 6.0)], end="100\n", total_timesteps=200)],
+        1,
+        1,
+        0,
+        [6.0],
+    ),
+    "a note of noise": ([_task(f"{MAZE}/a", 0, [(40, 5.0)], end="yes", **FULL)], 1, 1, 0, [5.0]),
+    "stopped after a whole one with its seed": ([WHOLE, _task(f"{MAZE}/xb", 0, [(10, 7.0)], **FULL)], 1, 0, 0, [2.0]),
+    "whole after a stopped one": ([_task(f"{MAZE}/a", 0, [(10, 7.0)], **FULL), WHOLE], 1, 0, 0, [2.0]),
+    "no limit and no note": ([_task(f"{ADDITION}/a", 0, [(0, 0.1), (8, 0.5)], "eval/pass@1")], 1, 1, 0, [0.5]),
+    "optimizer steps": (
+        [_task(f"{ADDITION}/a", 0, [(0, 0.9), (8, 0.5)], "eval/pass@1", trainer={"max_steps": 8})],
+        1,
+        0,
+        0,
+        [0.5],
+    ),
+    "passes over the data": ([_task(f"{ADDITION}/a", 0, [(8, 0.5)], "eval/pass@1", end="9")], 1, 0, 0, [0.5]),
+    "no curves": ([WHOLE, _task(f"{MAZE}/b", 1, [])], 1, 0, 1, [2.0]),
+    "two tasks": ([WHOLE, _task(f"{CHAIN}/a", 0, [(100, 7.0)], **FULL)], 2, 0, 0, [7.0, 2.0]),
+    "control and language": (
+        [WHOLE, _task(f"{ADDITION}/a", 0, [(0, 0.9), (8, 0.5)], "eval/pass@1", end="8")],
+        2,
+        0,
+        0,
+        [0.5, 2.0],
+    ),
+    "a task without a metric": ([WHOLE, _task(f"{CHAIN}/a", 0, [(5, 1.0)], "time/fps")], 1, 0, 1, [2.0]),
+    "a task by its settings": (
+        [_task("mine/a", 0, [(100, 7.0)], env_id="Maze-v0", **FULL), WHOLE],
+        2,
+        0,
+        0,
+        [2.0, 7.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_stopped_empty_and_mixed_folders_are_compared_or_marked(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, compared, unfinished, left_out, finals = FOLDERS[kind]
+    for one in make:
+        one(tmp_path / "logs")
+    main(["compare", str(tmp_path / "logs"), "--csv", str(tmp_path / "t.csv"), "--plot", str(tmp_path / "p.png")])
+    out, err = capsys.readouterr()
+    table = pd.read_csv(tmp_path / "t.csv")
+    assert (table["n"].sum(), table["unfinished"].sum()) == (compared, unfinished)
+    assert table["final"].tolist() == finals and err.count("left out") == left_out
+    assert out.count("\nunfinished: ") == unfinished and ("1 of " in out) == bool(unfinished)
+    assert out.count("is better") == table["task"].nunique()
+
+
+def test_settings_that_change_what_is_learned_come_first(tmp_path: Path) -> None:
+    aside = {"eval_freq": 1, "log_every": 1}
+    for i, clip_range in enumerate((0.1, 0.2)):
+        own = {"clip_range": clip_range, "gae_lambda": 0.95, "vf_coef": 0.5, "eval_freq": i, "log_every": i}
+        write(tmp_path / "PPO-Maze-v0" / f"v{i}", i, [(1, 1.0)], **own)
+    # A2C's gae_lambda is its default. Its vf_coef was changed.
+    write(tmp_path / "A2C-Maze-v0" / "v0", 0, [(1, 1.0)], gae_lambda=1.0, vf_coef=0.25, **aside)
+    columns = list(recipes.compare(tmp_path))
+    own = columns[columns.index("run") + 1 : columns.index("seeds")]
+    assert own == ["clip_range", "vf_coef", "gae_lambda", "eval_freq", "log_every"]
+
+
+def test_a_run_of_the_trainer_notes_its_end_and_a_stopped_one_does_not(tmp_path: Path) -> None:
+    def run(total: int, **arguments) -> None:
+        data = RolloutDataModule("Maze-v0", n_envs=2, n_steps=8, total_timesteps=total, eval_freq=0, n_test_episodes=1)
+        recipes.Trainer(default_root_dir=tmp_path, enable_progress_bar=False, **arguments).fit(PPO(), data)
+
+    run(64, callbacks=[StopAfter(2)])
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(64, callbacks=[StopAfter(2, RuntimeError("power cut"))])
+    ended, stopped = (compared_runs.read(path) for path in compared_runs.runs_in(tmp_path))
+    assert (ended.ended, stopped.ended) == (True, False)
+    assert ended.last_step < 64 == ended.wanted and ended.task == "Maze-v0"
 
 
 # ---------------------------------------------------------------- folders that somebody sent
@@ -301,4 +424,4 @@ def test_folders_below_a_thousand_others_are_found(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     (deep / "hparams.yaml").write_text("seed: 1")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert comparison.runs_in(tmp_path) == [deep]
+    assert compared_runs.runs_in(tmp_path) == [deep]
