@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
@@ -258,7 +259,12 @@ class LanguageModule(LanguageMetrics):
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and completion together."""
-        return max_length(self._architecture() if self.model is None else self.model.config)
+        return self._planned_length if self.model is None else max_length(self.model.config)
+
+    @cached_property
+    def _planned_length(self) -> int:
+        """``max_length`` before the model is built, made once: datamodules ask for it at each record."""
+        return max_length(self._architecture())
 
     def _architecture(self) -> Any:
         """The config of the checkpoint's description, or of the source with changed fields."""
