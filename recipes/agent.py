@@ -15,7 +15,7 @@ from pathlib import Path
 
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline, check_folder, measured, run_command, stage_options, write_jsonl, writing_options
+from recipes.pipeline import Pipeline, measured, run_command, stage_options, write_jsonl, writing_options
 from rl_modules.language.tokenizer import character_tokenizer
 
 STAGES = ("sft", "grpo", "evaluation")
@@ -73,7 +73,6 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     """All stages, the table and the curves."""
-    check_folder(given.folder)
     seed = {"seed_everything": str(given.seed)}
     pipeline = Pipeline(given.folder)
     made = pipeline.stage(

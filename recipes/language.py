@@ -10,7 +10,7 @@ import torch
 
 import rl_modules
 from recipes import saved_runs
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.foreign_names import default_of
 from rl_modules.common.loading import load_object
 from rl_modules.common.stored_arguments import building, settings_of
@@ -106,11 +106,8 @@ def serve(given: Any) -> None:
     require_vllm("rl serve")
     if given.vllm and not given.vllm[0].startswith("-"):
         raise UsageError(f"rl serve: unknown option {given.vllm[0]!r}; options of `vllm serve` stand after --")
-    try:
-        with socket.create_server((given.host, given.port)) as free:
-            port = free.getsockname()[1]
-    except OSError as error:
-        raise UsageError(f"--host={given.host} --port={given.port} can't be listened on ({error.strerror})") from error
+    with naming(f"--host={given.host} --port={given.port}"), socket.create_server((given.host, given.port)) as free:
+        port = free.getsockname()[1]
     token, where = make_token(), f"that of {TOKEN_VARIABLE}"
     path = Path(given.token_file or default_token_file(port)).expanduser().absolute()
     if given.token_file is not None or TOKEN_VARIABLE not in os.environ:

@@ -34,9 +34,10 @@ from datamodules.language.messages import Message
 from datamodules.language.worlds import TextMaze
 from recipes.agent import write_records
 from recipes.cli.options import Parser
-from recipes.pipeline import check_folder, run_command, write_jsonl
+from recipes.pipeline import run_command, write_jsonl
 from recipes.program import end_if_missed
 from recipes.trainer import Trainer
+from rl_modules.common.errors import naming
 
 if TYPE_CHECKING:
     from rl_modules.language.policy import LanguagePolicy
@@ -185,8 +186,9 @@ def parse(args: list[str]) -> tuple[argparse.Namespace]:
 
 def run(given: argparse.Namespace) -> None:
     """Trains all; prints the last regret of each."""
-    check_folder(given.folder)
     folder = Path(given.folder)
+    with naming(f"folder={given.folder!r}"):
+        folder.mkdir(parents=True, exist_ok=True)
     model = transition_model(gym.make("Maze-v0", max_episode_steps=HORIZON))
     assert model is not None
     best = model.optimal_return()

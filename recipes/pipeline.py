@@ -20,7 +20,7 @@ from recipes.callbacks import curves
 from recipes.cli import main
 from recipes.cli.lightning_cli import RLCLI
 from recipes.terminal import quiet
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.extras import install
 from rl_modules.core.seams import check_pairing
 from rl_modules.language.precision import adopt_precision
@@ -34,8 +34,8 @@ class Pipeline:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._began_s = time.monotonic()
+        with naming(f"folder={str(folder)!r}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
 
@@ -328,13 +328,6 @@ def writing_options(options: Mapping[str, str]) -> dict[str, str]:
     """Returns the options of a policy's stage that determine its prompts and completions in an evaluation."""
     names = {f"model.{name}" for name in ("max_completion_length", "top_k", "min_p", "repetition_penalty")}
     return {key: value for key, value in options.items() if key.startswith("data.") or key in names}
-
-
-def check_folder(folder: str) -> None:
-    """Raises where a pipeline's folder can't be made."""
-    if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
-        where = "is a file" if blocked == Path(folder) else f"lies below {blocked}, which is a file"
-        raise UsageError(f"folder {folder} {where}")
 
 
 def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,6 @@ from recipes import configs
 from recipes.cli.options import Parser
 from recipes.pipeline import (
     Pipeline,
-    check_folder,
     check_stages,
     load_policy,
     measured,
@@ -139,7 +138,6 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
 def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
     """Checks the settings of all stages before the first one starts."""
-    check_folder(given.folder)
     left_out = {name for name in ("cold_start", "final") if getattr(given, name) == "none"}
     stages = [stage for stage in ("cold_start", "grpo", "reward_model", "final") if stage not in left_out]
     if "final" in left_out:

@@ -26,7 +26,6 @@ from recipes.cli.options import Parser
 from recipes.pipeline import (
     PROCESSES,
     Pipeline,
-    check_folder,
     check_stages,
     load_policy,
     measured,
@@ -145,7 +144,6 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
 def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
     """Checks the settings of all stages before the first one starts."""
-    check_folder(given.folder)
     later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
     found = check_stages(
         {

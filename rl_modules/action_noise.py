@@ -23,7 +23,7 @@ class ActionNoise(Stateful):
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         """Returns every environment's next noise, [N, A] float32 on the CPU, in halves of the action's range."""
-        raise UsageError(f"{type(self).__name__} must define sample")
+        raise NotImplementedError(f"{type(self).__name__} must define sample")
 
     def reset(self, which: Tensor | None = None) -> None:
         """Restarts the processes of the environments ``which``, [N] bool; None: of all, whatever their number."""

@@ -206,11 +206,6 @@ class ControlModule(Algorithm):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not isinstance(cls.experience, Experience):
-            raise UsageError(
-                f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
-                "MINIBATCHES of rl_modules.contract"
-            )
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):
@@ -327,7 +322,7 @@ class ControlModule(Algorithm):
             ``action`` [N, *act], and other values to store with the transition in a rollout; replay stores actions
             alone.
         """
-        raise UsageError(f"{type(self).__name__} must define act")
+        raise NotImplementedError(f"{type(self).__name__} must define act")
 
     def prepare(self, rollout: Any) -> Minibatch:
         """Computes the inputs of the loss from new experience; called once per rollout, or per sample of the buffer.
@@ -338,7 +333,7 @@ class ControlModule(Algorithm):
         Returns:
             A :class:`~rl_modules.contract.Minibatch` of all its rows, with the fields that ``training_step`` reads.
         """
-        raise UsageError(f"{type(self).__name__} must define prepare")
+        raise NotImplementedError(f"{type(self).__name__} must define prepare")
 
     def end_rollout(self, rollout: Minibatch) -> None:
         """Called once after the last minibatch of each rollout, before a checkpoint is written; does nothing here.

@@ -203,8 +203,6 @@ def build(module: "ControlModule") -> None:
         torch.default_generator.manual_seed(seed)
         with extractor_of(module.own_features_extractor):
             module.build_network()
-    if not module.is_built:
-        raise UsageError(f"{type(module).__name__}.build_network must set self.network, a torch.nn.Module")
     if module.is_fitting:
         warn_of_idle(module.declared_settings, module.hparams, module.idle_arguments())
 

@@ -11,7 +11,7 @@ from recipes.cli.information import ALONE_COMMANDS, COMMANDS, general_help, pars
 from recipes.cli.options import CLASS_OPTIONS, options_in
 from recipes.signals import Stopped, end_with_starter
 from recipes.terminal import add_working_directory, is_first_rank, one_sentence, quiet, show, wait_for
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.fast.imports import defer_imports
 
 #: Names that two classes have, and the one that is meant: it takes what to monitor.
@@ -50,8 +50,6 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     if command in ("--help", "-h", "help"):
         show(general_help())
     elif command in ("--version", "-V", "version"):
-        if rest:
-            raise UsageError(f"--version takes no further words; got {' '.join(rest)}")
         show(information.version())
     elif command in ALONE_COMMANDS and {"-h", "--help"} & set(rest):
         show(parser_of(command).format_help())
@@ -73,11 +71,10 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         seeds_command(words)
     elif command in COMMANDS:
         _run(command, _in_order(rest, default_config))
-    elif command.startswith("-"):
-        raise UsageError(f"{command!r} comes before the command; write it after one, as in `rl fit {command} …`")
     else:
         raise UsageError(
-            f"unknown command {command!r}; the commands are {', '.join(known)}{did_you_mean(command, known)}"
+            f"unknown command {command!r}; options stand after the command, which is one of {', '.join(known)}"
+            f"{did_you_mean(command, known)}"
         )
 
 
@@ -156,10 +153,8 @@ def json_or_text(word: str) -> Any:
     """An entry of a list of reward functions: a name, or JSON of a name with its settings."""
     if not word.startswith("{"):
         return word
-    try:
+    with naming(f"--reward_funcs {word}"):
         return json.loads(word)
-    except ValueError as error:
-        raise UsageError(f'--reward_funcs {word}: {error}; write JSON, {{"name": {{"setting": 1}}}}') from error
 
 
 def _in_order(args: list[str], default_config: str | None) -> list[str]:
@@ -169,10 +164,6 @@ def _in_order(args: list[str], default_config: str | None) -> list[str]:
     others: list[str] = []
     for name, value, words in options_in(args):
         if name in ("--config", "-c"):
-            if not value:
-                raise UsageError(
-                    "--config needs a file or the name of an installed config, as in --config ppo/cartpole.yaml"
-                )
             path = configs.find(value)
             configs.checked(path)
             configs_named += ["--config", str(path)]

@@ -17,7 +17,7 @@ from typing import Any
 import rl_modules
 from recipes import configs
 from recipes.cli.options import COMMON, Parser
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.extras import install
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
@@ -548,11 +548,8 @@ def explain(folder: str) -> str:
     from rl_modules.language.row_cache import RowCache
     from rl_modules.language.sampling.check import cache_for
 
-    try:
+    with naming(f"--model={folder!r} can't be loaded"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--model={folder!r} can't be loaded ({reason}); give a folder of transformers") from error
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     said: list[str] = [] if torch.cuda.is_available() else ["CUDA graphs need a CUDA device"]
     handler = logging.Handler()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 
 #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
 OWN_NETWORKS = ("network", "features_extractor")
@@ -56,10 +56,8 @@ def has_arrays(value: Any) -> bool:
 
 def build(argument: str, factory: Callable[[Any], Any], given: Any) -> Any:
     """Returns what a factory makes."""
-    try:
+    with naming(argument):
         return factory(given)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{argument} can't be made with its arguments: {type(error).__name__}: {error}") from error
 
 
 def require_callable(name: str, value: Any) -> Any:

@@ -3,7 +3,8 @@
 import difflib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -16,6 +17,17 @@ class UsageError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(visible(str(message)))
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Adds to a library's error which argument or file it is about: ``with naming("path='mine.yaml'")``."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{what}: {type(error).__name__}: {' '.join(text_of(error).split())[:300]}") from error
 
 
 def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:

@@ -97,9 +97,7 @@ class ParallelMLP(nn.Module):
 
 def hidden_widths(space: spaces.Space, net_arch: Any, default: Sequence[int] = (64, 64)) -> list[int]:
     """Returns the widths of hidden layers; None: the default ones, and none after a convolutional encoder."""
-    if isinstance(net_arch, dict):
-        raise UsageError(f"net_arch={net_arch} must be a list of widths")
-    check_widths("net_arch", net_arch)
+    check_widths("net_arch", [net_arch] if isinstance(net_arch, dict) else net_arch)
     return list(net_arch) if net_arch is not None else [] if is_image(space) else list(default)
 
 

@@ -696,15 +696,6 @@ def test_an_environment_instance_is_answered_with_what_to_give() -> None:
         RolloutDataModule(gym.make("CartPole-v1"))
 
 
-def test_the_old_way_to_state_the_experience_is_answered() -> None:
-    from rl_modules import PPO
-
-    with pytest.raises(UsageError, match=r"Old.experience='replay' must be an Experience, such as REPLAY"):
-
-        class Old(PPO):
-            experience = "replay"  # type: ignore[assignment]
-
-
 def test_a_subclass_of_the_three_pieces_trains() -> None:
     from rl_modules import PPO
     from rl_modules import functional as F
