@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "RecordImages": "datamodules.language.images",
     "RewardFunctions": "datamodules.language.reward_calls",
     "Task": "datamodules.language.tasks.base",
     "bayes_accuracy": "datamodules.language.tasks.paths",
     "load_records": "datamodules.language.on_demand",
     "load_reward_func": "datamodules.language.rewards",
     "make_task": "datamodules.language.tasks",
+    "with_images": "datamodules.language.images",
 }
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from datamodules.language.images import RecordImages as RecordImages
+    from datamodules.language.images import with_images as with_images
     from datamodules.language.on_demand import load_records
     from datamodules.language.reward_calls import RewardFunctions
     from datamodules.language.rewards import load_reward_func

@@ -190,6 +190,8 @@ class LanguageDataModule(RecordLoading):
         **how: Any,
     ) -> Completions:
         """Returns completions of records' prompts, by the policy's ``act`` or one with its arguments."""
+        if (images := self.row_images(records)) is not None:
+            how["images"] = images
         return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:

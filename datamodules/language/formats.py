@@ -3,8 +3,10 @@
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from datamodules import language
 from datamodules.language.other_formats import in_own_format
 from datamodules.language.sources import TEXTS, as_messages, as_prompt, as_text, refuse, short
 from datamodules.language.tasks.base import Record, fill
@@ -12,7 +14,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.text.records import PlacedRecord
 
 #: Columns of formats that are read otherwise, or not at all.
-_OF_OTHER_FORMATS = frozenset({"completions", "image", "images"})
+_OF_OTHER_FORMATS = frozenset({"completions"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -24,6 +26,7 @@ def as_record(
     required: Sequence[str],
     reshape: Callable[[Record, str], Record] | None,
     texts: Sequence[str] = TEXTS,
+    folder: Path | None = None,
 ) -> Record:
     """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments."""
     record = dict(row)
@@ -39,6 +42,8 @@ def as_record(
             )
     record = in_own_format(record, place)
     _refuse_other_formats(record, place)
+    if has_images(record):
+        record = language.with_images(record, place, folder)
     if reshape is not None:
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
@@ -78,9 +83,16 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         what = "with 'labels' is stepwise supervision of a process reward model; give prompt, completion and label"
         raise refuse(place, "completions", what)
-    for name in ("image", "images"):
-        if row.get(name) is not None:
-            raise refuse(place, name, "belongs to a vision dataset, and only text is read here; leave the column out")
+
+
+def has_images(row: dict[str, Any]) -> bool:
+    """Whether a row has images, in a column or as parts of its messages."""
+    if row.get("images") is not None or row.get("image") is not None:
+        return True
+    talks = [value for value in row.values() if _has_messages(value)]
+    contents = [message.get("content") for talk in talks for message in talk if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:

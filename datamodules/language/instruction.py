@@ -23,7 +23,7 @@ from rl_modules.language.contract import PackingLearner
 from rl_modules.language.text.encoding import Messages
 
 #: Columns that are added to records here; a source must not have columns of these names.
-ADDED = ("conversation", "whole", "text_ids", "completion_mask", "learned_ids")
+ADDED = ("image_texts", "conversation", "whole", "text_ids", "completion_mask", "learned_ids")
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
 
@@ -98,6 +98,11 @@ class InstructionDataModule(PassesDataModule[Sequences]):
                     "group_by_length=true sorts all records by their lengths, which streaming=true does "
                     "not know; set one of them"
                 )
+
+    def require_images(self) -> None:
+        super().require_images()
+        if self.packing:
+            notice(f"{self.source}: packing=true has no effect, because rows have images; each text has its own row")
 
     @property
     def sequences(self) -> Sequences:
@@ -238,7 +243,9 @@ class InstructionDataModule(PassesDataModule[Sequences]):
             yield {**batch, "seed": stream_seed(self.seed, self._rank, "dropout", position)}
 
     def batch(self, table: Sequences, records: Sequence[Record], index: Tensor, packs: bool) -> Batch:
-        return table.batch(index, self._pad_id, packs)
+        batch: Batch = table.batch(index, self._pad_id, packs)
+        images = self.row_images([records[i] for i in index.tolist()])
+        return batch if images is None else {**batch, "images": images[0].joined(images[1:])}
 
     def step_fields(self, table: Sequences, index: Tensor) -> Batch:
         # Tokens that count are averaged over ranks, as their gradients will be.
@@ -246,7 +253,7 @@ class InstructionDataModule(PassesDataModule[Sequences]):
         return {"step_tokens": step_tokens, "num_tokens": int(table.total[index].sum())}
 
     def packs(self, table: Sequences, mixed: list[Tensor], alike: list[Tensor]) -> bool:
-        return self.packing and cast(PackingLearner, self.policy).can_pack
+        return self.packing and not self.has_images and cast(PackingLearner, self.policy).can_pack
 
     def rows_of_step(self, number: int) -> Tensor:
         if not self.group_by_length:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from datamodules import language
 from datamodules.language.arguments import LanguageArguments
 from datamodules.language.files import only_split, open_stream, refuse_stream
 from datamodules.language.formats import as_record
@@ -14,12 +15,15 @@ from datamodules.language.sources import TEXTS, EndlessOrder, fitting, refuse
 from datamodules.language.streaming import RecordStream
 from rl_modules.common.errors import UsageError
 from rl_modules.common.notices import notice
+from rl_modules.language import vision
 from rl_modules.language.text.chat_template import encoder_of
 from rl_modules.language.text.encoding import TextEncoder
 from rl_modules.language.text.records import Record, place_of
 
 if TYPE_CHECKING:
+    from datamodules.language.images import RecordImages
     from rl_modules.language.contract import TextLearner, WritingLearner
+    from rl_modules.language.vision import RowImages
 
 #: Most training records of a file or dataset that are all encoded at the start.
 LOADED = 20_000
@@ -41,6 +45,8 @@ class RecordLoading(LanguageArguments):
         self._passes = EndlessOrder(self.seed)
         self._encoder: TextEncoder | None = None
         self._warned_of_ends = False
+        #: Reads the records' images; None: none has been met.
+        self.images: RecordImages | None = None
         # Of the records; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
 
@@ -92,7 +98,9 @@ class RecordLoading(LanguageArguments):
     def open_stream(self) -> RecordStream:
         """Returns the training records, read as they are needed."""
         rows = open_stream(self.path, self.dataset, self.dataset_config, self.dataset_split)
-        checks = (self.columns, self.answer_after, self.required, self.reshape, self.texts)
+        name = self.path or self.dataset
+        folder = Path(name).parent if isinstance(name, str) and Path(name).is_file() else None
+        checks = (self.columns, self.answer_after, self.required, self.reshape, self.texts, folder)
 
         def to_records(placed: Iterable[Placed]) -> Iterator[Record]:
             return (as_record(row, place, *checks) for place, row in placed)
@@ -126,6 +134,8 @@ class RecordLoading(LanguageArguments):
             )
 
     def _encode_and_report(self, records: list[Record]) -> list[Record]:
+        if any(record.get("images") for record in records):
+            self._read_images(records)
         encoded = self.encode(records)
         self.encoder.report_unknown(self.source)
         return encoded
@@ -153,6 +163,33 @@ class RecordLoading(LanguageArguments):
         """Returns the prompts as a subclass cuts those that are too long."""
         return prompts
 
+    # ---------------------------------------------------------------- images
+
+    @property
+    def has_images(self) -> bool:
+        """Whether records have images."""
+        return self.images is not None
+
+    def _read_images(self, records: list[Record]) -> None:
+        """Adds the texts that stand for the records' images."""
+        if self.images is None:
+            self.require_images()
+            self.images = language.RecordImages(self.policy.image_reader)
+        for record in records:
+            record["image_texts"] = self.images.texts(record)
+
+    def require_images(self) -> None:
+        """Refuses images where the module or this datamodule's settings can't have them."""
+        if not getattr(self.policy, "takes_images", False):
+            raise UsageError(
+                f"{self.source} has images, which {type(self.policy).__name__} does not learn from; SFT, GRPO and RLOO "
+                "do, or leave the column out"
+            )
+
+    def row_images(self, records: Sequence[Record]) -> "list[RowImages] | None":
+        """The images of each record; None where there are none."""
+        return None if self.images is None else [self.images.of(record) for record in records]
+
     def refuse_empty_prompts(self, prompts: list[list[int]], records: list[Record]) -> None:
         """Refuses records without a prompt."""
         for i, ids in enumerate(prompts):
@@ -169,7 +206,12 @@ class RecordLoading(LanguageArguments):
     def encoder(self) -> Any:
         """The encoder of texts and messages to the policy's tokens."""
         tokenizer = self.policy.tokenizer
-        if self._encoder is None or self._encoder.tokenizer is not tokenizer:
+        known = self._encoder
+        if known is None or known.tokenizer is not tokenizer or known.reads_images != self.has_images:
+            if self.images is not None:
+                settings = self.system_prompt, dict(self.chat_template_kwargs or {})
+                self._encoder = vision.ImageEncoder(tokenizer, self.images.reader.placeholder, *settings)
+                return self._encoder
             self._encoder = encoder_of(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
         return self._encoder
 

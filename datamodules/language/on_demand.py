@@ -77,12 +77,14 @@ def load_records(
         chosen = range(len(rows))
     else:
         rows, chosen = read_dataset(dataset, dataset_config, dataset_split)
+    name = path if path is not None else dataset
+    folder = Path(name).parent if isinstance(name, str | Path) and Path(name).is_file() else None
     if not chosen:
         raise UsageError(f"{path or f'dataset {name_of(dataset)!r}'} is empty; at least one record is needed")
     if n is not None and n < len(chosen):
         chosen = sorted(random.Random(stream_seed(seed, 0, "records")).sample(chosen, n))
     checks: dict[str, Any] = {"columns": columns, "answer_after": answer_after, "required": required}
-    records = Records(rows, chosen, partial(as_record, **checks, reshape=reshape, texts=texts))
+    records = Records(rows, chosen, partial(as_record, **checks, reshape=reshape, texts=texts, folder=folder))
     return records if as_read else list(records)
 
 

@@ -30,6 +30,7 @@ from rl_modules.common.seeding import generator_of, stream_seed
 from rl_modules.core.seams import require_rows
 from rl_modules.core.settings import made, setting
 from rl_modules.core.state import forget_state, persistent, transient
+from rl_modules.language import vision
 from rl_modules.language.sampling import Completions
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class PromptDataModule(LanguageDataModule):
     _position: int = persistent(0)
     _fields: dict[str, Tensor] | None = persistent()
     _order: Tensor | None = persistent()
+    #: The images of each of its prompts.
+    _images: list[dict[str, Tensor]] | None = persistent()
     _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
     #: The optimizer step whose weights wrote the generation; -1: older ones.
     _written_at: int = persistent(-1)
@@ -204,6 +207,16 @@ class PromptDataModule(LanguageDataModule):
         @property
         def policy(self) -> "CompletionLearner": ...
 
+    def require_images(self) -> None:
+        super().require_images()
+        own = {"environment": self.environment, "async_generations": self.async_generations}
+        settings = self.policy.hparams
+        named = {"sampler": settings["sampler"], "reward_model_name_or_path": settings.get("reward_model_name_or_path")}
+        usual = {"environment": None, "async_generations": 0, "sampler": "native", "reward_model_name_or_path": None}
+        for name, value in {**own, **named}.items():
+            if value != usual[name]:
+                raise UsageError(f"{self.source} has images, with which {name} must be {usual[name]}; got {value!r}")
+
     @property
     def generation_size(self) -> int:
         """Completions per generation and rank."""
@@ -249,7 +262,7 @@ class PromptDataModule(LanguageDataModule):
                     step = [{**batch, **part} for batch, part in zip(step, parts, strict=True)]
             self._position = position + 1
             if self._position == length:
-                self._fields = None  # used up: a checkpoint that is written now needs them no more
+                self._fields = self._images = None  # used up: a checkpoint that is written now needs them no more
             yield step[position % n_micro]
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
@@ -285,6 +298,9 @@ class PromptDataModule(LanguageDataModule):
             extent = lengths.extent(part)
             batch = cut({name: value[index] for name, value in fields.items()}, extent, fields["mask"].shape[1])
             own = {"micro_rows": size, "micro_tokens": count, "shortest_prompt": extent[0]}
+            if self._images is not None:
+                first, *others = (vision.RowImages(self._images[row // self.num_generations]) for row in part)
+                own["images"] = first.joined(others)
             step.append({**batch, **shared, **own})
         return step
 
@@ -298,6 +314,8 @@ class PromptDataModule(LanguageDataModule):
         with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             rollout = self._rollout(self.generation_size // self.num_generations)
             prepared = module.prepare(rollout)
+        if "images" in rollout:
+            self._images = [row.fields for row in rollout["images"][:: self.num_generations]]
         if self.generation == 0:
             require_rows(prepared, (len(rollout["length"]),), "[completions]")
         module.train(training)
@@ -395,6 +413,8 @@ class PromptDataModule(LanguageDataModule):
             "num_generations": n_each,
             "generation": self.generation,
         }
+        if (images := self.row_images(records)) is not None:
+            rollout["images"] = [row for row in images for _ in range(n_each)]
         if self.reweigh is not None:
             for record, right in zip(records, rollout["correct"].float().tolist(), strict=True):
                 solved = self._solved.setdefault(record["data_source"], [0.0, 0.0])
@@ -413,7 +433,7 @@ class PromptDataModule(LanguageDataModule):
         **how: Any,
     ) -> Completions:
         if self.environment is None:
-            return act([record["prompt_ids"] for record in records], seeds, num_generations, **how)
+            return super().complete(act, records, seeds, num_generations, **how)
         return dialogues.complete(self, act, records, seeds, num_generations, **how)
 
     def _teardown(self, stage: str) -> None:

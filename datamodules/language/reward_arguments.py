@@ -26,7 +26,16 @@ SHARED = frozenset({"trainer_state", *LOGGING})
 _OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, *SHARED})
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset(
-    {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
+    {
+        "prompt",
+        "completion",
+        "completion_ids",
+        "prompt_ids",
+        "conversation",
+        "text_ids",
+        "completion_mask",
+        "image_texts",
+    }
 )
 
 

@@ -38,10 +38,15 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
             "completion_ids": tokens[i][start[i] : start[i] + length[i]],
             **({} if rollout.get("token_rewards") is None else {"by_token": True}),
         }
-        lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        lines.append(json.dumps(row, ensure_ascii=False, default=_shown) + "\n")
     path = Path(folder) / f"generation-{generation:06d}-rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def _shown(value: Any) -> str:
+    """What a file has in place of a value that is none of JSON's, such as an image."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 class StoredRewards:

@@ -37,10 +37,10 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     for i, message in enumerate(messages):
         if isinstance(message.get("content"), list):
-            raise UsageError(
-                f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
-                "every algorithm here reads text alone"
-            )
+            message = {**message, "content": _as_content(message["content"], f"{what}: message {i}")}
+            if not isinstance(message["content"], str):
+                messages[i] = message
+                continue
         text = message.get("content", "" if message.get("tool_calls") else None)
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
             raise UsageError(
@@ -50,6 +50,17 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         messages[i] = {**message, "content": as_text(text, what)}
         as_text(json.dumps(message, ensure_ascii=False, default=str), what)
     return messages
+
+
+def _as_content(parts: list[Any], what: str) -> str | list[dict[str, str]]:
+    """Parts of a message's content, ``{"type": "text", "text": …}`` and ``{"type": "image"}``; texts alone as one."""
+    read = list[dict[str, str]]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "image"):
+            raise UsageError(f"{what} has the part {short(part)}, where one of text or an image should be")
+        read.append({"type": "image"} if kind == "image" else {"type": "text", "text": as_text(part.get("text"), what)})
+    return read if any(part["type"] == "image" for part in read) else "".join(part["text"] for part in read)
 
 
 def as_text(value: Any, what: str) -> str:

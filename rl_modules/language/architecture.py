@@ -168,6 +168,11 @@ def require_head(config: PretrainedConfig, head: str) -> None:
         )
     if type(config) in CLASSES[head]:
         return
+    if head == "images":
+        raise UsageError(
+            f"the records have images, and transformers has no model of {kind} that reads them with text; take an "
+            "architecture such as Qwen3-VL, Gemma 3, SmolVLM or LLaVA, or leave the images out"
+        )
     if head == "score":
         raise UsageError(
             f"transformers has no sequence classification for {kind}, so that no reward or value model "

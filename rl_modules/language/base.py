@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -17,7 +17,7 @@ from rl_modules.common.named_code import named_code, named_kernels
 from rl_modules.core.hooks import copy_for_averages
 from rl_modules.core.settings import Converted, made, setting, warn_of_idle
 from rl_modules.fast import is_fast
-from rl_modules.language import checkpoints
+from rl_modules.language import checkpoints, vision
 from rl_modules.language.architecture import (
     has_router,
     is_sharded,
@@ -43,6 +43,7 @@ from rl_modules.language.models import (
     adopt_strategy,
     build_models,
     check_lora,
+    check_parts,
     check_quantization,
     code_of_adapters,
     float32_by_default,
@@ -63,6 +64,9 @@ from rl_modules.language.precision import adopt_precision, require_float32_maste
 from rl_modules.language.pretrained import check_model_object, prepared, tokenizer_from_dict, tokenizer_name
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_to_dict
+
+if TYPE_CHECKING:
+    from rl_modules.language.vision import ImageReader
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -145,6 +149,13 @@ class LanguageModule(LanguageMetrics):
         "choice",
         code=named_kernels,
     )
+    frozen_parts: list[str] | None = setting(
+        alias="freeze",
+        default=None,
+        says="parts of a model that takes images which are not trained: ``vision``, ``projector``, ``language``; None: "
+        "``[vision]`` under ``lora``, else none. Of records without images it has no effect",
+        check=check_parts,
+    )
     gradient_checkpointing: bool | str = setting(
         default=False,
         says="recompute activations in the backward pass instead of keeping them: true: all of a layer; "
@@ -214,6 +225,7 @@ class LanguageModule(LanguageMetrics):
 
     #: The model that is trained.
     model: Any = made()
+    _reader: "ImageReader | None" = made(None)
     stores_own_gradients = False  # their mean over ranks is smaller than all of them
     # Path and digest of frozen weights, by prefix.
     _sources: dict[str, dict[str, str]] = made()
@@ -222,7 +234,7 @@ class LanguageModule(LanguageMetrics):
         super().__post_init__()
         if self.hparams["description"] is None:
             refuse_loading_arguments(self.model_config)
-        self.model = None
+        self.model = self._reader = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):
             self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
@@ -239,6 +251,39 @@ class LanguageModule(LanguageMetrics):
         # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
         found = getattr(type(self), name, None)
         return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
+
+    # ---------------------------------------------------------------- images
+
+    #: Whether the algorithm learns from records with images.
+    takes_images: ClassVar[bool] = False
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the datamodule's records, or those of the checkpoint's run, have images."""
+        if (known := self.hparams["description"]) is not None:
+            return "processor" in known
+        return self._trainer is not None and getattr(getattr(self.trainer, "datamodule", None), "has_images", False)
+
+    @property
+    def image_reader(self) -> "ImageReader":
+        """The checkpoint's processor of images, loaded on first access."""
+        if self._reader is None:
+            if (known := self.hparams["description"]) is not None:
+                self._reader = vision.ImageReader.from_files(known["processor"])
+            elif self._source is None:
+                self._reader = vision.ImageReader(vision.small_processor())
+                self._tokenizer = prepared(self._reader.processor.tokenizer, "the small processor")
+            else:
+                name = tokenizer_name(self._given_model[0]) if self._given_model else str(self._source)
+                self._reader = vision.ImageReader.of(name)
+            if self.tokenizer.chat_template is None:
+                self.tokenizer.chat_template = self._reader.processor.chat_template
+        return self._reader
+
+    @property
+    def model_head(self) -> str:
+        """The head of the model: ``images`` where it is one that takes them with text."""
+        return "images" if self.head == "causal" and self.reads_images else self.head
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -270,6 +315,8 @@ class LanguageModule(LanguageMetrics):
         """The config of the checkpoint's description, or of the source with changed fields."""
         known = self.hparams["description"]
         source, fields = (self._source, self.model_config) if known is None else (None, known["config"])
+        if source is None and known is None and self.reads_images:
+            fields = vision.small_config(self.model_config)
         return make_config(source, fields, self.tokenizer, self.dropout)
 
     @property
@@ -329,6 +376,8 @@ class LanguageModule(LanguageMetrics):
         generation = getattr(transformers_model(self.model), "generation_config", None)
         if generation is not None:  # the list of EOS tokens, and the sampling defaults that an export hands on
             described["generation_config"] = plain_config(generation)
+        if self.model_head == "images":
+            described["processor"] = self.image_reader.files()
         return described
 
     def build_model(self, config: Any, source: Any) -> None:
@@ -341,12 +390,13 @@ class LanguageModule(LanguageMetrics):
         self.model = make_model(
             config,
             source,
-            self.head,
+            self.model_head,
             self.torch_dtype,
             self.attn_implementation,
             self.gradient_checkpointing,
             adapters_of(self),
             self.quantization_config,
+            freeze=["vision"] * (self.lora is not None) if self.frozen_parts is None else self.frozen_parts,
         )
 
     @property
@@ -359,6 +409,8 @@ class LanguageModule(LanguageMetrics):
 
         With sharded weights all ranks must call this, and the first writes.
         """
+        if self.model_head == "images":
+            self.image_reader.processor.save_pretrained(folder)
         return export_model(self.model, self.tokenizer, folder)
 
     def make_loop(self) -> LanguageLoop:

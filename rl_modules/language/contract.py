@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_modules.language.sampling.protocol import Completions, RowListener, Sampler, SamplingSettings
 
 if TYPE_CHECKING:
-    pass
+    from rl_modules.language.vision import ImageReader, RowImages
 
 
 class DemonstrationBatch(TypedDict, total=False):
@@ -36,6 +36,8 @@ class DemonstrationBatch(TypedDict, total=False):
     """Micro-batches of the step, by which Lightning divides the loss."""
     num_tokens: int
     """Tokens of the step over all ranks, in its last micro-batch; 0 in the others. Absent in evaluations."""
+    images: "RowImages"
+    """Of rows with images."""
     seed: int
     """Of dropout."""
 
@@ -134,6 +136,8 @@ class Generation(JudgedCompletions, total=False):
     """Number of the generation in the run, from 0."""
     records: list[dict[str, Any]]
     """The record of each completion's prompt."""
+    images: "list[RowImages]"
+    """Of records with images: those of each completion's prompt."""
     failed: dict[str, int]
     """Completions of this rank that each reward function failed on, by its name."""
     missing: float
@@ -169,6 +173,8 @@ class CompletionBatch(TypedDict, total=False):
     n_micro: int
     shortest_prompt: int
     """Tokens of the shortest prompt in the micro-batch."""
+    images: "RowImages"
+    """Of records with images: those of the rows' prompts."""
 
 
 class TextLearner(Protocol):
@@ -181,6 +187,10 @@ class TextLearner(Protocol):
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and completion together."""
+
+    @property
+    def image_reader(self) -> "ImageReader":
+        """The processor of images, asked for where records have some."""
 
 
 class PackingLearner(TextLearner, Protocol):

@@ -195,6 +195,7 @@ class GRPO(PolicyWithReference):
 
     learns_from = "prompts"
     balances_experts = True
+    takes_images = True
     #: Whether the loss has a part of the datamodule's demonstrations, ``ptx_tokens``, as RLHFPPO's has.
     reads_demonstrations = False
     #: Whether a token may have an importance weight of its own.
@@ -308,27 +309,30 @@ class GRPO(PolicyWithReference):
     # ---------------------------------------------------------------- log-probabilities
 
     def evaluate_completions(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Any = None
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Any = None, images: Any = None
     ) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
         if self.rescores:
-            found = completion_log_probs(self.model, *text, self.temperature, True, filtered=filtered)
+            found = completion_log_probs(self.model, *text, self.temperature, True, filtered=filtered, images=images)
             result = dict(zip(("log_prob", "entropy"), found, strict=True))
         if self.beta:
             self.sync_reference()
-            result["ref_log_prob"] = reference_log_probs_of(self, *text, filtered)
+            result["ref_log_prob"] = reference_log_probs_of(self, *text, filtered, images)
         return result
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L]."""
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
         filtered = self.filter_of(batch)
-        # The routers' loss counts each row's tokens, which rows then don't share.
-        group = None if wants_router_loss(self.model) else batch.get("group")
+        # The routers' loss counts each row's tokens, which rows then don't share; nor do they share images.
+        images = batch.get("images")
+        group = None if images is not None or wants_router_loss(self.model) else batch.get("group")
         shared = shared_log_probs(self.model, *text, group, self.temperature, entropy, filtered)
-        return shared or completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch), filtered)
+        return shared or completion_log_probs(
+            self.model, *text, self.temperature, entropy, extent_in(batch), filtered, images
+        )
 
     @property
     def correction(self) -> str:

@@ -23,6 +23,7 @@ from rl_modules.language.tokenizer import check_same_tokens, load_tokenizer
 if TYPE_CHECKING:
     from rl_modules.language.policy_with_reference import PolicyWithReference
     from rl_modules.language.sampling.support import Filter
+    from rl_modules.language.vision import RowImages
 
 
 def build_judges(policy: PolicyWithReference, config: Any) -> None:
@@ -65,9 +66,9 @@ def _build_described_reference(policy: PolicyWithReference, config: Any) -> None
     if source is not None and hp[policy.reference_argument] is not None:
         policy.reference = frozen(_read_reference(policy, source))
     elif source is not None:
-        policy.reference = frozen(make_model(config, source, "causal", hp.torch_dtype, hp.attn_implementation))
+        policy.reference = frozen(make_model(config, source, policy.model_head, hp.torch_dtype, hp.attn_implementation))
     else:
-        policy.reference = _described(policy, "reference_config", "causal", policy.tokenizer)
+        policy.reference = _described(policy, "reference_config", policy.model_head, policy.tokenizer)
         if policy.wants_reference and policy.reference is None and hp.lora is None:
             as_it_was = "reference_free=true" if "reference_free" in hp else "beta=0"
             raise UsageError(
@@ -109,7 +110,7 @@ def _read_reference(policy: PolicyWithReference, path: str) -> Any:
         else:
             tokenizer = load_tokenizer(path)
             config = make_config(path, None, tokenizer, policy.dropout)
-            model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
+            model = make_model(config, path, policy.model_head, hp.torch_dtype, hp.attn_implementation)
     except UsageError as error:
         raise UsageError(f"{argument}={path!r} is no reference: {error}") from error
     check_same_tokens(f"{argument}={path!r}", tokenizer, policy.tokenizer)
@@ -125,7 +126,8 @@ def _causal_model_of(path: str, hp: Any) -> tuple[Any, Any]:
         raise UsageError("the checkpoint holds no whole language model; give the directory that `rl export` writes")
     tokenizer = tokenizer_from_dict(described["tokenizer"])
     config = make_config(None, described["config"], tokenizer, False)
-    model = make_model(config, None, "causal", hp.torch_dtype, hp.attn_implementation)
+    head = "images" if "processor" in described else "causal"
+    model = make_model(config, None, head, hp.torch_dtype, hp.attn_implementation)
     weights = {name.removeprefix("model."): weight for name, weight in saved["state_dict"].items()}
     own = model.state_dict()
     model.load_state_dict({name: weights[name] for name in own})
@@ -156,13 +158,18 @@ def scores_of_texts(policy: PolicyWithReference, tokens: Tensor, prompt_length: 
 
 
 def reference_log_probs_of(
-    policy: PolicyWithReference, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+    policy: PolicyWithReference,
+    tokens: Tensor,
+    prompt_length: Tensor,
+    length: Tensor,
+    filtered: Filter | None = None,
+    images: RowImages | None = None,
 ) -> Tensor:
     """Returns log π_ref of the completions' tokens, [b, L]."""
     with policy.reference_model() as reference:
         require_room("reference", reference, tokens)
         text = (tokens, prompt_length, length)
-        return completion_log_probs(reference, *text, policy.temperature, filtered=filtered)[0]
+        return completion_log_probs(reference, *text, policy.temperature, filtered=filtered, images=images)[0]
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

@@ -3,7 +3,7 @@ initialisation.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -61,8 +61,14 @@ def refuse_other_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | 
     )
 
 
-def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
-    """Freezes the model and adds low-rank adapters."""
+def add_lora(
+    model: PreTrainedModel,
+    lora: dict[str, Any],
+    task_type: str,
+    gradient_checkpointing: bool | str,
+    freeze: Callable[[Any], None] = freeze_unread_parts,
+) -> Any:
+    """Freezes the model and adds low-rank adapters; ``freeze`` freezes those of parts that are not trained."""
     from peft import LoraConfig, get_peft_model
 
     if gradient_checkpointing:
@@ -77,7 +83,7 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
             "lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
             "weight, each with a step of its own; leave it at false, and an export has both"
         )
-    freeze_unread_parts(model)  # which has the adapters now; an image encoder's layers have a language model's names
+    freeze(model)  # which has the adapters now; an image encoder's layers have a language model's names
     return made
 
 

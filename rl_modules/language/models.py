@@ -1,7 +1,7 @@
 """Models of transformers: read from a directory or the hub, copied from an object, or built from a config."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
@@ -24,7 +25,7 @@ from transformers import (
 from rl_modules.common.errors import UsageError
 from rl_modules.common.named_code import named_code, named_kernels, named_modules, refuse_named
 from rl_modules.common.seeding import GLOBAL_GENERATORS
-from rl_modules.language import sharding
+from rl_modules.language import sharding, vision
 from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
 from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.fast.varlen import NAME
@@ -37,9 +38,15 @@ if TYPE_CHECKING:
     from rl_modules.language.base import LanguageModule
 
 
+#: Parts of a model that takes images, which ``freeze`` names.
+PARTS = ("vision", "projector", "language")
 #: Types of weights.
 DTYPES = ("float32", "bfloat16", "float16")
-_HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+_HEADS = {
+    "causal": AutoModelForCausalLM,
+    "images": AutoModelForImageTextToText,
+    "score": AutoModelForSequenceClassification,
+}
 
 
 def build_models(module: "LanguageModule", sharding: Any) -> None:
@@ -88,9 +95,10 @@ def make_model(
     lora: dict[str, Any] | None = None,
     quantization_config: dict[str, Any] | None = None,
     initialize: Callable[[Any], None] | None = None,
+    freeze: Sequence[str] = (),
 ) -> Any:
     """Returns the network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator);
-    ``initialize`` changes them before there are adapters.
+    ``initialize`` changes them before there are adapters. ``freeze`` names parts of a model with the head ``images``.
     """
     require_head(config, head)
     options: dict[str, Any] = {"dtype": getattr(torch, torch_dtype)}
@@ -121,7 +129,8 @@ def make_model(
             f"a {config.model_type} model has no linear head named score, read at the last token; take a "
             "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX"
         )
-    freeze_unread_parts(model)
+    still = partial(vision.freeze_parts, names=freeze) if head == "images" else freeze_unread_parts
+    still(model)
     if found is not None:
         require_all_weights(str(name), model, config, found)
     if gradient_checkpointing:
@@ -129,7 +138,7 @@ def make_model(
     if initialize is not None:
         initialize(model)
     if lora is not None:
-        model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
+        model = add_lora(model, lora, "SEQ_CLS" if head == "score" else "CAUSAL_LM", gradient_checkpointing, still)
     if getattr(model, "is_quantized", False):
         require_trainable(model, lora or {})
     return model
@@ -214,6 +223,14 @@ def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
         return None
 
     return plain_adapters(name, lora)
+
+
+def check_parts(name: str, parts: Any) -> list[str] | None:
+    """Refuses names of parts that no model has."""
+    for part in parts or ():
+        if part not in PARTS:
+            raise UsageError(f"{name} has {part!r}, which must be one of {', '.join(PARTS)}")
+    return None if parts is None else list(parts)
 
 
 def code_of_adapters(lora: Any) -> Iterator[str]:

@@ -145,6 +145,7 @@ class LanguagePolicy(LanguageModule):
         num_generations: int = 1,
         on_ended: RowListener | None = None,
         partner: Any = None,
+        images: Sequence[Any] | None = None,
         **sampling: Any,
     ) -> Completions:
         """Generates ``num_generations`` completions per prompt with the current weights.
@@ -155,6 +156,7 @@ class LanguagePolicy(LanguageModule):
             num_generations: completions per prompt.
             on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
             partner: the other party of completions in turns, one per prompt.
+            images: of each prompt, P :class:`~rl_modules.language.vision.RowImages`, which ``native`` takes.
             sampling: settings that differ from the module's own, such as ``temperature=0.0`` for greedy decoding.
         """
         # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
@@ -164,7 +166,8 @@ class LanguagePolicy(LanguageModule):
             watch = Stopwatch(self.device)
             settings = self.settings(**sampling)
             if partner is None:
-                written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended)
+                shown = {} if images is None else {"images": images}
+                written = self.sampler.sample(prompts, num_generations, seeds, settings, on_ended, **shown)
             else:
                 written = converse(self.sampler, prompts, seeds, replace(settings, stop=None), partner)
             watch.stop()

@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -27,7 +29,11 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from rl_modules.common.errors import UsageError
 
 #: The classes with a head, by the config's class.
-CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+CLASSES = {
+    "causal": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "images": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
 
 #: Tokenizer classes that follow their ``tokenizer.json``, by the names in ``tokenizer_config.json``.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -67,13 +73,7 @@ def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
 def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
     """The inverse of :func:`tokenizer_to_dict`."""
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder).resolve()
-        for name, text in files.items():
-            path = (root / name).resolve()
-            if not path.is_relative_to(root):
-                raise UsageError(f"the checkpoint's tokenizer has a file {name!r}, which lies outside of its folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("latin-1"))
+        write_files(files, Path(folder).resolve())
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except ValueError as error:
@@ -81,6 +81,16 @@ def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
                 "the checkpoint's tokenizer can't be read, or needs code of its own, which is never run; "
                 "train with tokenizer_name_or_path, one that transformers has"
             ) from error
+
+
+def write_files(files: Mapping[str, str], root: Path) -> None:
+    """Writes a checkpoint's files of a tokenizer or processor into the folder ``root``, and nowhere else."""
+    for name, text in files.items():
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise UsageError(f"the checkpoint's tokenizer has a file {name!r}, which lies outside of its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
 
 
 def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:

@@ -92,13 +92,13 @@ class RLOO(GRPO):
         return super().prepare(rollout)
 
     def evaluate_completions(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, filtered: Filter | None = None, images: Any = None
     ) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
-        result = super().evaluate_completions(*text, filtered)
+        result = super().evaluate_completions(*text, filtered, images)
         if self.kl_coefficient:
-            result["reference"] = reference_log_probs_of(self, *text, filtered)
+            result["reference"] = reference_log_probs_of(self, *text, filtered, images)
         return result
 
     # ---------------------------------------------------------------- optimization

@@ -25,6 +25,7 @@ from rl_modules.language.token_statistics import TokenStatistics, statistics
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.support import Filter, Process
+    from rl_modules.language.vision import RowImages
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
 #: of a batch, no synchronisation with the device is needed.
@@ -58,19 +59,24 @@ def completion_log_probs(
     entropy: bool = False,
     extent: Extent | None = None,
     filtered: Filter | None = None,
+    images: RowImages | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log π of every completion token in nats, and with ``entropy`` their entropies, [b, L] float32, 0 after each end.
 
     Tokens are [b, T]; ``temperature`` and ``filtered`` are those of sampling. ``extent`` None asks the device for it.
+    ``images`` are those of the prompts.
     """
     first, last, width = extent_of(prompt_length, length) if extent is None else extent
     counts = completion_mask(length, width)
     if filtered is not None or is_large(len(tokens) * (last - first), model):
-        return _counted_log_probs(model, tokens[:, :last], prompt_length, counts, temperature, entropy, filtered)
+        return _counted_log_probs(
+            model, tokens[:, :last], prompt_length, counts, temperature, entropy, filtered, images
+        )
     place = completion_positions(prompt_length, length, width)
     # Logits at t - 1 predict the token at t, so the last token's logits are not needed.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
-    logits = model(input_ids=tokens[:, : last - 1], logits_to_keep=judging, use_cache=False).logits
+    inputs = _inputs(model, tokens[:, : last - 1], prompt_length, images)
+    logits = model(**inputs, logits_to_keep=judging, use_cache=False).logits
     log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
     aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
     if not entropy:
@@ -87,18 +93,22 @@ def _counted_log_probs(
     temperature: float,
     entropy: bool,
     filtered: Filter | None,
+    images: RowImages | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the same from the counted tokens' places only, [b, L], to save work and memory in the output layer."""
     row, column = counts.nonzero(as_tuple=True)
     at = prompt_length[row] + column
-    inputs = tokens[:, :-1]
+    width = tokens.shape[1] - 1
+    inputs = _inputs(model, tokens[:, :-1], prompt_length, images)
     process = None if filtered is None else filtered.at(tokens, prompt_length, row, column)
-    found = log_probs_at(
-        model, row * inputs.shape[1] + at - 1, tokens[row, at], temperature, entropy, process=process, input_ids=inputs
-    )
+    found = log_probs_at(model, row * width + at - 1, tokens[row, at], temperature, entropy, process=process, **inputs)
     aligned = [None if x is None else placed(x[0], row * counts.shape[1] + column, counts.shape) for x in found[:2]]
     assert aligned[0] is not None
     return aligned[0], aligned[1]
+
+
+def _inputs(model: Any, tokens: Tensor, prompt_length: Tensor, images: RowImages | None) -> dict[str, Any]:
+    return {"input_ids": tokens} if images is None else images.inputs(model, tokens, prompt_length)
 
 
 def placed(values: Tensor, where: Tensor, shape: torch.Size) -> Tensor:
@@ -195,7 +205,7 @@ def in_parts(
     filtered: Filter | None = None,
 ) -> dict[str, Tensor]:
     """Runs ``compute`` over a generation, in parts of ``forward_rows`` rows of similar length; it makes tensors [b] or
-    [b, L].
+    [b, L]. Of rows with images it gets these as ``images``.
     """
     lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
     total, length = lengths.tolist()
@@ -205,7 +215,11 @@ def in_parts(
         longest = total[order[len(rows) - 1]]
         order = order[len(rows) :]
         text = (rollout["tokens"][rows, :longest], rollout["prompt_length"][rows], rollout["length"][rows])
-        for name, value in compute(*text, *([] if filtered is None else [filtered[rows]])).items():
+        shown = {}
+        if (images := rollout.get("images")) is not None:
+            first, *others = (images[row] for row in rows.tolist())
+            shown = {"images": first.joined(others)}
+        for name, value in compute(*text, *([] if filtered is None else [filtered[rows]]), **shown).items():
             if name not in results:
                 width = (max(length),) * (value.ndim - 1)
                 results[name] = value.new_zeros((len(total), *width))

@@ -31,6 +31,7 @@ class SFT(LanguagePolicy):
 
     learns_from = "demonstrations"
     balances_experts = True
+    takes_images = True
     #: A model's dropout stays on; the batch's seed determines which units are dropped.
     dropout = True
     max_completion_length: int = changed(says="maximum number of tokens per completion in evaluations")
@@ -79,7 +80,7 @@ class SFT(LanguagePolicy):
 
         Args:
             batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
-                rows are packed; ``seed`` of the dropout, in training.
+                rows are packed; ``images`` of rows with images; ``seed`` of the dropout, in training.
             entropy: return also the entropies.
             accuracy: return also whether each token is the likeliest.
         """
@@ -87,6 +88,8 @@ class SFT(LanguagePolicy):
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
             inputs = packed_inputs(self.model, tokens, batch["position_ids"], batch.get("boundaries"))
+        elif "images" in batch:
+            inputs = batch["images"].inputs(self.model, tokens)
         # A loss of a subclass may weight tokens, or have a gradient of the entropies.
         own = type(self).training_step is SFT.training_step and type(self).demonstrated is SFT.demonstrated
         # The state before a token is the one that predicts it.

@@ -15,6 +15,7 @@ TASKS = {
     "reverse": "datamodules.language.tasks.simple:Reverse",
     "sort": "datamodules.language.tasks.simple:Sort",
     "countdown": "datamodules.language.tasks.countdown:Countdown",
+    "dots": "datamodules.language.tasks.pictures:Dots",
     "paths": "datamodules.language.tasks.paths:Paths",
 }
 

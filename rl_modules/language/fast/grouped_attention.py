@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_modules.language.architecture import body_of, text_config
+
 _NAME = "grouped_keys"
 
 
@@ -27,7 +29,11 @@ def can_group(model: Any) -> bool:
 
 @contextmanager
 def attention_of(model: Any, name: str = _NAME) -> Iterator[None]:
-    """Calls within the context attend by another function of transformers' attention interface."""
+    """Calls within the context attend by another function of transformers' attention interface; an image encoder as
+    it did.
+    """
+    if text_config(model.config) is not model.config:
+        model = body_of(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

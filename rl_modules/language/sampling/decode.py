@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.sampling.stop_strings import StopStrings
 from rl_modules.language.sampling.support import packed
+
+if TYPE_CHECKING:
+    from rl_modules.language.vision import RowImages
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
 _ROOM = 64
@@ -40,24 +43,34 @@ class Prompts:
     #: ``length`` and ``source`` on the host.
     lengths: list[int]
     sources: list[int]
+    #: Of each distinct prompt; None: there are none.
+    images: list[RowImages] | None = None
 
     @classmethod
     def of(
-        cls, prompts: Sequence[Sequence[int]], num_generations: int, pad_token_id: int, device: torch.device
+        cls,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        pad_token_id: int,
+        device: torch.device,
+        images: Sequence[RowImages] | None = None,
     ) -> Prompts:
-        listed = [tuple(prompt) for prompt in prompts]
+        # Equal tokens with other images are another prompt.
+        shown = [None] * len(prompts) if images is None else list(map(id, images))
+        listed = [(tuple(prompt), own) for prompt, own in zip(prompts, shown, strict=True)]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(listed))}
-        lengths = [len(prompt) for prompt in place]
+        distinct = None if images is None else list(dict(zip(listed, images, strict=True)).values())
+        lengths = [len(prompt) for prompt, _ in place]
         width = max(lengths)
         tokens = torch.tensor(
-            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place], dtype=torch.int64
+            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt, _ in place], dtype=torch.int64
         )
         length = torch.tensor(lengths, dtype=torch.int64)
         mask = torch.arange(width) >= width - length.unsqueeze(-1)
         sources = [place[prompt] for prompt in listed for _ in range(num_generations)]
         source = torch.tensor(sources, dtype=torch.int64)
         tokens, mask, length, source = (x.to(device, non_blocking=True) for x in (tokens, mask, length, source))
-        return cls(tokens, mask, length, source, lengths, sources)
+        return cls(tokens, mask, length, source, lengths, sources, distinct)
 
     def seen(self, words: int) -> Tensor:
         """True for the tokens that each row's prompt has, (B, words); padding is no token."""
@@ -76,7 +89,8 @@ class Prompts:
         index, source = (on(self.tokens.device, numbers) for numbers in (list(place), sources))
         begin = self.tokens.shape[1] - max(lengths)
         tokens, mask = self.tokens[index, begin:], self.mask[index, begin:]
-        return Prompts(tokens, mask, self.length[index], source, lengths, sources)
+        images = None if self.images is None else [self.images[prompt] for prompt in place]
+        return Prompts(tokens, mask, self.length[index], source, lengths, sources, images)
 
 
 class Record:
@@ -196,8 +210,9 @@ class Decoding:
         self.live = _Live(none, none, none, none)
         self._model, self._known = model, inspect.signature(transformers_model(model).forward).parameters
         self._cache_name, self._synced, self._called = cache_argument(model), synced, False
-        #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
+        #: Logits after the prompt that the cache keeps for rows that wait, (1, V), and its place for the next token.
         self._kept: Tensor | None = None
+        self._kept_place = none
 
     def run(self, at_once: int | None = None) -> None:
         """Decodes all rows, at most so many together; waiting ones take the places of those that end."""
@@ -217,6 +232,8 @@ class Decoding:
         """Draws the first tokens of new ``rows``, or without any the next of the live ones; returns which are done."""
         if not rows:
             token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
+            if self.prompts.images is not None:
+                token = self.prompts.images[0].as_read(self._model, token)
             return self._draw(self.live, self.cache.advance(self._forward, token, position))
         further = bool(waiting.rows) and self.prompts.sources[waiting.rows[0]] == self.prompts.sources[rows[-1]]
         fresh, logits = self._begin(rows, further)
@@ -224,7 +241,9 @@ class Decoding:
         self.live.join(fresh)
         return done
 
-    def _forward(self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(
+        self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None, **shown: Tensor
+    ) -> Tensor:
         """Returns the logits after the last token, (n, V); ranks with sharded weights call the model together."""
         if self._synced and self._called:
             _any_rank(True, tokens.device)
@@ -232,7 +251,8 @@ class Decoding:
         # Models without position_ids have no positions but those that follow from the mask (ALiBi).
         given = {"position_ids": positions, "logits_to_keep": 1}
         options = {self._cache_name: cache, **{name: x for name, x in given.items() if name in self._known}}
-        output = self._model(input_ids=tokens, attention_mask=mask, use_cache=True, **options)
+        given = {"input_ids": tokens, **shown}
+        output = self._model(attention_mask=mask, use_cache=True, **given, **options)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -241,19 +261,29 @@ class Decoding:
         part = self.prompts.part(rows)
         known = 0 if self._kept is None else 1  # the first prompt has been run for rows before these
         behind = [] if self._kept is None else [self._kept]
+        places = [self._kept_place]
         if len(part.lengths) > known:
             lengths = part.lengths[known:]
             begin = part.tokens.shape[1] - max(lengths)
             tokens, mask = part.tokens[known:, begin:], part.mask[known:, begin:]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)  # a prompt's first token is at 0 after any padding
+            shown: dict[str, Tensor] = {}
+            if part.images is not None:
+                images = part.images[known].joined(part.images[known + 1 :])
+                shown, placed = images.inputs(self._model, tokens), images.positions(self._model, tokens, mask)
+                positions = positions if placed is None else placed
             self.cache.read()
-            behind.append(self._forward(self.cache, tokens, positions, mask if len(set(lengths)) > 1 else None))
+            padding = mask if len(set(lengths)) > 1 else None
+            behind.append(self._forward(self.cache, tokens, positions, padding, **shown))
+            places.append(positions.view(-1, *mask.shape).amax((0, 2)))
         logits = torch.cat(behind) if len(behind) > 1 else behind[0]
+        place = torch.cat(places)
         self._kept = logits[-1:].clone() if further else None
+        self._kept_place = place[-1:] if further else place[:0]
         self.cache.admit(part, part.sources.count(0) if known else 0, further, min(_ROOM, len(self.draws)))
         row = on(logits.device, rows)
         seen = part.seen(logits.shape[-1]) if self.rule.repetition_penalty != 1 else None
-        fresh = _Live(row, torch.empty_like(row), part.length[part.source] - 1, torch.zeros_like(row), seen)
+        fresh = _Live(row, torch.empty_like(row), place[part.source], torch.zeros_like(row), seen)
         return fresh, logits[part.source]
 
     def _draw(self, rows: _Live, logits: Tensor) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from rl_modules.language.sampling.request import check_request, completions_from
 from rl_modules.language.sampling.stop_strings import StopStrings
 from rl_modules.language.sampling.turns import Partner
 from rl_modules.language.sharding import gathered_once
+
+if TYPE_CHECKING:
+    from rl_modules.language.vision import RowImages
 
 
 def sample(
@@ -47,6 +50,7 @@ def sample(
     graph_memory: float = 0.1,
     on_ended: RowListener | None = None,
     stop: StopStrings | None = None,
+    images: Sequence[RowImages] | None = None,
 ) -> Completions:
     """Samples ``num_generations`` completions of each prompt.
 
@@ -83,6 +87,7 @@ def sample(
             next, in (0, 1]; the least recently used are freed first.
         on_ended: called with each row as it ends: its number, its token ids, and whether it finished.
         stop: texts that end a completion as an EOS token does, with the token that completes them.
+        images: of each prompt; equal prompts of one object are read once. They are decoded by the growing cache.
 
     Raises:
         UsageError: an argument out of range, a wrong number of seeds, an empty prompt, a prompt that leaves no room for
@@ -108,13 +113,19 @@ def sample(
         raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
     at_once = rows_in_flight(model, prompts, num_generations, max_completion_length, max_rows_in_flight, synced_gpus)
     longest = min(max(map(len, prompts)) + max_completion_length, positions)
-    batch = Prompts.of(prompts, num_generations, pad_token_id, device)
+    batch = Prompts.of(prompts, num_generations, pad_token_id, device, images)
     limits = [min(positions - batch.lengths[source], max_completion_length) for source in batch.sources]
     draws = uniforms(seeds, max(limits)).to(device, non_blocking=True)
     keeps = return_sampling_mask and rule.truncates
     record = Record(on(device, limits), on(device, stops), pad_token_id, on_ended, keeps, stop)
     with torch.no_grad(), evaluation_mode(model.modules()), without_plans(), plain_layers(model):
-        cache = cache_for(cache_implementation, model, longest, synced_gpus, at_once, graph_memory)
+        kind = cache_implementation if images is None else "dynamic"
+        cache = cache_for(kind, model, longest, synced_gpus, at_once, graph_memory)
+        if cache is None and images is not None:
+            raise UsageError(
+                f"{type(model).__name__} keeps other things than keys and values of all tokens, and only those are "
+                "decoded after images; take another architecture, or shorter texts than its sliding window"
+            )
         if cache is None:
             generate(model, batch, rule, draws, record, at_once, synced_gpus)
         else:
@@ -142,6 +153,7 @@ class NativeSampler(Sampler):
         seeds: Sequence[int],
         settings: SamplingSettings,
         on_ended: RowListener | None = None,
+        images: Sequence[RowImages] | None = None,
     ) -> Completions:
         whole: AbstractContextManager[None] = nullcontext()
         if sharded := is_sharded(self.model):
@@ -153,6 +165,7 @@ class NativeSampler(Sampler):
                 num_generations=num_generations,
                 seeds=seeds,
                 on_ended=on_ended,
+                images=images,
                 synced_gpus=sharded,
                 max_rows_in_flight=self.max_rows_in_flight,
                 cache_implementation=self.cache_implementation,

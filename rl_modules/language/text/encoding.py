@@ -20,6 +20,8 @@ class TextEncoder:
 
     #: Whether prompts that are text go through the chat template.
     chats = False
+    #: Whether messages may have images.
+    reads_images = False
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, chat_template_kwargs: dict[str, Any]

@@ -24,10 +24,11 @@ BLOCKS = {
 #: The kind of data that each refused format was meant as, and what the errors of its rows name.
 REFUSED = {
     "stepwise supervision": ("prompt-completion", ["stepwise supervision of a process reward model"] * 3),
-    "vision": ("prompt-completion", ["'images' belongs to a vision dataset"] * 2 + ["'image' belongs to a vision"]),
+    "missing images": ("prompt-completion", ["'images' has no image in place 0"] * 3),
     "ShareGPT of other speakers": ("language modeling, conversational", [
         f"message {i} from '{who}', where one of" for i, who in ((0, "alien"), (1, "bing"), (1, "function_call"))]),
-    "a list of parts": ("prompt-completion, conversational", ["message 0 has a list of parts as its content"] * 3),
+    "other parts": ("prompt-completion, conversational",
+                    ["message 0 has the part"] * 2 + ["'images' has 0 images for 1 places"]),
     "a conversation without an answer": ("language modeling, conversational", [
         "'messages' has roles user,", "'messages' has roles assistant, user,", "'messages' has roles system, user,"]),
     "no pair": ("preference, conversational", [
