@@ -5,7 +5,8 @@
 # and solves it exactly for an environment that is known and small. The solution is the line in the plots of the
 # next pages.
 #
-# **Next:** [Monte Carlo](02_monte_carlo.ipynb). All symbols: [glossary](glossary.md).
+# **Before:** [0. Bandits](00_bandits.ipynb) · **Next:** [2. Monte Carlo](02_monte_carlo.ipynb) ·
+# [glossary](glossary.md)
 #
 # ## The problem
 #

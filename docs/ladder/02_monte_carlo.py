@@ -109,8 +109,8 @@ def train(seed, **changes):
 
 
 runs = fit_seeds(lambda seed: train(seed)[1])
-broken = fit_seeds(lambda seed: train(seed, learning_rate=1.0, exploration_final_eps=1.0)[1])
-plot({"Monte Carlo": runs, "broken: α = 1, ε = 1": broken}, "eval/true_return", "transitions", "greedy policy, exact",
+broken = fit_seeds(lambda seed: train(seed, learning_rate=1.0)[1])
+plot({"Monte Carlo": runs, "broken: α = 1": broken}, "eval/true_return", "transitions", "greedy policy, exact",
      maze.optimal_return())  # fmt: skip
 print("final returns of three seeds", final(runs, "eval/true_return"), "broken", final(broken, "eval/true_return"))
 keep("Monte Carlo", runs, "eval/true_return")
@@ -121,9 +121,11 @@ keep("Monte Carlo", runs, "eval/true_return")
 # of the action values is right in the cells on the way, the return is 10, although the values themselves still
 # change.
 #
-# **What failure looks like.** With $\alpha = 1$ the table holds the last return instead of an average. After the
-# same action this is sometimes positive and sometimes negative, since the later steps are random, and the greedy
-# policy jumps. Averages need a step size well below 1 where returns are noisy.
+# **What failure looks like.** The broken run differs in $\alpha = 1$: the table holds the last return instead of an
+# average. While the agent explores, the return after the same action is sometimes positive and sometimes negative,
+# since the later steps are random, and the greedy policy jumps between 10 and 0. It ends at 10 all the same, because
+# $\varepsilon$ has fallen and the returns are hardly random any more: the last point of a curve hides what its middle
+# shows. Averages need a step size well below 1 where returns are noisy.
 
 # %%
 agent, _ = train(0)

@@ -5,7 +5,8 @@
 # question whether a policy can be improved directly. This page derives the gradient of the expected return, and
 # follows it.
 #
-# **Before:** [5. DQN](05_dqn.ipynb) · **Next:** [7. A2C](07_a2c.ipynb) · [glossary](glossary.md)
+# **Before:** [5. DQN](05_dqn.ipynb) · **Next:** [6b. The policy gradient
+# theorem](06b_policy_gradient_theorem.ipynb) · [glossary](glossary.md)
 #
 # ## The policy gradient theorem
 #

@@ -4,7 +4,8 @@
 # [REINFORCE](06_reinforce.ipynb) multiplies each log-probability by a return less a baseline. This page learns the
 # baseline, and replaces most of the return by it: the advantage actor-critic.
 #
-# **Before:** [6. REINFORCE](06_reinforce.ipynb) · **Next:** [8. TRPO](08_trpo.ipynb) · [glossary](glossary.md)
+# **Before:** [6b. The policy gradient theorem](06b_policy_gradient_theorem.ipynb) · **Next:** [7b.
+# Traces](07b_traces.ipynb) · [glossary](glossary.md)
 #
 # ## Actor and critic
 #

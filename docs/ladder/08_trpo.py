@@ -4,7 +4,7 @@
 # A policy gradient gives a direction, and no length. [A2C](07_a2c.ipynb) takes many small steps. This page derives
 # how long a step may be, and which direction is the best one at that length: trust region policy optimization.
 #
-# **Before:** [7. A2C](07_a2c.ipynb) · **Next:** [9. PPO](09_ppo.ipynb) · [glossary](glossary.md)
+# **Before:** [7b. Traces](07b_traces.ipynb) · **Next:** [9. PPO](09_ppo.ipynb) · [glossary](glossary.md)
 #
 # ## How much better is another policy?
 #
@@ -34,6 +34,18 @@
 #
 # whose gradient at $\pi = \pi_{\text{old}}$ is the policy gradient: $\nabla \rho = \rho\, \nabla \log \pi$, and
 # $\rho = 1$ there.
+#
+# **V-trace** is the other answer to the product of ratios (IMPALA, Espeholt et al. 2018,
+# [arXiv:1802.01561](https://arxiv.org/abs/1802.01561)). Where many actors play with slightly old policies, the critic's
+# target is the λ-return of page 7b with each ratio cut off at 1, once in the TD error and once in the factor that
+# carries later errors back:
+#
+# $$V(s_t) + \sum_{k \ge 0} \gamma^k \Big( \prod_{i=0}^{k-1} \min(1, \rho_{t+i}) \Big) \min(1, \rho_{t+k})\,
+# \delta_{t+k}.$$
+#
+# The cut-off in the TD error decides what is learned: the value of a policy between the old and the new one. The
+# cut-off in the factor changes only how fast. With equal policies all ratios are 1, and the target is the return with
+# $\lambda = 1$.
 #
 # ## The trust region
 #

@@ -5,7 +5,7 @@
 # reaches the same effect with a loss for any optimizer, which may use each batch several times: proximal policy
 # optimization.
 #
-# **Before:** [8. TRPO](08_trpo.ipynb) · **Next:** [10. Reward model](10_reward_model.ipynb) ·
+# **Before:** [8. TRPO](08_trpo.ipynb) · **Next:** [9b. Continuous actions](09b_continuous_actions.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## The clipped surrogate
@@ -205,9 +205,8 @@ plot(runs, "train/approx_kl", "transitions", "KL of an update (nats)")
 #
 # ## What is open
 #
-# CartPole's reward is a line of code. For "a helpful answer" nobody can write that line, but people can say which
-# of two answers is better. [The next page](10_reward_model.ipynb) learns a reward from such comparisons, and the
-# guide moves on to language models.
+# CartPole's actions are two. A torque or a speed is a real number, and none of the formulas so far names a density.
+# [The next page](09b_continuous_actions.ipynb) does.
 #
 # **Sources.** Schulman et al. 2017, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347); what decides whether it
 # works: Engstrom et al. 2020, [arXiv:2005.12729](https://arxiv.org/abs/2005.12729), Andrychowicz et al. 2021,

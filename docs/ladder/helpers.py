@@ -1,4 +1,4 @@
-"""What the field guide's notebooks share: a quiet ``fit`` that returns the curves, seeds, plots and grid pictures.
+"""What the field guide's notebooks share: a quiet ``fit`` that returns the curves, seeds, intervals, plots, pictures.
 
 ``LADDER_SHORT=1`` makes every run one epoch or two steps of one seed: the tests execute all notebooks so.
 """
@@ -72,6 +72,14 @@ def fit_seeds(train: Callable[[int], Curves], seeds: Sequence[int] = (0, 1, 2)) 
 def final(runs: list[Curves], metric: str) -> list[float]:
     """Returns the last value of a metric in each run."""
     return [round(run[metric][-1][1], 3) for run in runs]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of independent runs and the half width of its 95 % interval, by Student's t distribution."""
+    spread = torch.as_tensor(values, dtype=torch.float64)
+    free = max(len(spread) - 1, 1)
+    quantile = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}.get(free, 1.96 + 2.37 / free + 2.82 / free**2)
+    return float(spread.mean()), quantile * float(spread.std(correction=min(len(spread) - 1, 1))) / len(spread) ** 0.5
 
 
 def plot(

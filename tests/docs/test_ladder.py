@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import rl_modules
+
 LADDER = Path(__file__).parents[2] / "docs/ladder"
 NOTEBOOKS = sorted(LADDER.glob("[0-9][0-9]*_*.py"))
 SCRIPTS = NOTEBOOKS[:-1]  # the last page draws the others' curves
@@ -107,7 +109,7 @@ def test_a_symbol_is_defined_on_this_page_or_an_earlier_one(script):
 
 
 #: Letters with a second meaning, which the glossary names above its table.
-TWICE = {"k", "p", "s", "x", "y", "z"}
+TWICE = {"h", "k", "m", "p", "s", "x", "y", "z", r"\alpha", r"\sigma"}
 
 
 def test_no_page_uses_a_symbol_before_the_page_that_the_glossary_names():
@@ -120,6 +122,14 @@ def test_no_page_uses_a_symbol_before_the_page_that_the_glossary_names():
         early = [name for name, page in defined if page > number and name not in TWICE
                  and re.search(rf"(?<![A-Za-z\\_{{]){re.escape(name)}(?![A-Za-z])", used)]  # fmt: skip
         assert early == [], script.stem
+
+
+def test_the_map_has_every_algorithm_and_page():
+    map_of_the_field = (LADDER / "index.md").read_text("utf-8")
+    families = map_of_the_field.partition("| algorithm of this project")[2].partition("## The pages")[0]
+    assert set(rl_modules.__all__) <= set(re.findall(r"`(\w+)`", families))
+    linked = re.findall(r"(?m)^\| \[\w+\. [^\]]*\]\((\w+)\.md\)", map_of_the_field)
+    assert linked == [script.stem for script in SCRIPTS]
 
 
 @pytest.mark.long

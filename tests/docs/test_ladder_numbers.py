@@ -14,6 +14,7 @@ EXCEPTIONS = {
     "05_dqn": {"200": "the plot of the returns", "40": "0.1 / 2.3e-3, the two step sizes"},
     "06_reinforce": {"2,048": "8 environments, 256 steps", "20": "0.1 / 5e-3, the two step sizes"},
     "07_a2c": {"40": "8 environments, 5 steps", "3,750": "150,000 / 40"},
+    "07b_traces": {"19": "places 1 to 19 of the code", "-0.9": "true_value of the code"},
     "08_trpo": {
         "40,000": "4 γ / (1 - γ)² at γ = 0.99",
         "0.8": "TRPO's default line_search_shrinking_factor",
