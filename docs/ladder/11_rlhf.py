@@ -5,7 +5,7 @@
 # scores highly, by PPO on tokens: reinforcement learning from human feedback. A penalty keeps the policy near the
 # text that the reward model knows.
 #
-# **Before:** [10. Reward model](10_reward_model.ipynb) · **Next:** [12. GRPO](12_grpo.ipynb) ·
+# **Before:** [10b. Bits and divergences](10b_information.ipynb) · **Next:** [11b. DPO](11b_dpo.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## The objective and its exact solution
@@ -28,10 +28,10 @@
 # \pi}\Big[ \beta \log Z - \beta \log \frac{\pi}{\pi^*} \Big] = \beta \log Z(x) - \beta
 # \operatorname{KL}\big(\pi(\cdot \mid x) \,\Vert\, \pi^*(\cdot \mid x)\big).$$
 #
-# The last term is 0 for $\pi = \pi^*$ and negative otherwise. So $\pi^*$ is the only optimum, and
-# $J^* = \mathbb{E}_x[\beta \log Z(x)]$. For real texts $Z$ cannot be summed. For sums of two digits it can, and is
-# the line in the plot below. (DPO, [arXiv:2305.18290](https://arxiv.org/abs/2305.18290), solves for the reward in
-# the same way and puts it into the Bradley–Terry loss, which then trains the policy without a reward model.)
+# The last term is 0 for $\pi = \pi^*$ and negative otherwise. So $\pi^*$ is the only optimum, and $J^* =
+# \mathbb{E}_x[\beta \log Z(x)]$. For real texts $Z$ cannot be summed. For sums of two digits it can, and is the line
+# in the plot below. ([DPO](11b_dpo.ipynb) solves for the reward in the same way and puts it into the Bradley–Terry
+# loss, which then trains the policy without a reward model.)
 #
 # ## The penalty as a reward per token
 #
@@ -155,13 +155,19 @@ for name, score in scores.items():
     print(f"    among all 110 answers for {of_110}")
 
 # %% [markdown]
-# PPO then runs with the good judge and $\beta = 0.5$, and with the poor judge and $\beta = 0$. The curves of the
-# first show $J$ as estimated in each round, mean score less $\beta$ times mean KL, and its exact optimum from the
-# enumeration of all answers. A completion has at most three tokens, two digits and EOS, and one without EOS loses
-# 5, so that the 110 answers of one or two digits are all that can be good.
+# PPO then runs with the good judge and $\beta = 0.5$. Two broken runs change one thing each: the judge, or $\beta$.
+# The curves of the first show $J$ as estimated in each round, mean score less $\beta$ times mean KL, and its exact
+# optimum from the enumeration of all answers. A completion has at most three tokens, two digits and EOS, and one
+# without EOS loses 5, so that the 110 answers of one or two digits are all that can be good.
 
 
 # %%
+def measure(log_pi):
+    """The exact probability of the right sum, and the KL to the reference."""
+    return {"right": float(log_pi[torch.arange(100), h.RIGHT].exp().mean()),
+            "exact_kl": float((log_pi.exp() * (log_pi - reference)).sum(1).mean())}  # fmt: skip
+
+
 def train(judge, beta, seed):
     """Trains the policy with PPO; returns it and its curves."""
     policy = RLHFPPO(
@@ -169,7 +175,7 @@ def train(judge, beta, seed):
         learning_rate=1e-3, max_completion_length=3, missing_eos_penalty=5.0, logging_steps=10, cliprange_value=None,
     )  # fmt: skip
     data = PromptDataModule(**sums, seed=seed, batch_size=128, num_generations=1, reward_funcs=["accuracy"])
-    curves = h.fit(policy, data, max_steps=600)
+    curves = h.fit(policy, data, max_steps=600, callbacks=[h.Enumerated(measure, every=30)])
     kl = dict(curves.get("train/objective/kl", []))
     curves["objective"] = [(t, score - beta * kl.get(t, 0.0)) for t, score in curves["train/objective/scores"]]
     return policy, curves
@@ -189,8 +195,7 @@ def objective(log_pi):
 
 
 for name, log_pi in (("SFT", reference), ("RLHF", h.log_probs(policy)), ("π*", optimum)):
-    correct = float(log_pi[torch.arange(100), h.RIGHT].exp().mean())
-    print(f"{name:5} J {objective(log_pi):.3f}   probability of the right sum {correct:.3f}")
+    print(f"{name:5} J {objective(log_pi):.3f}   probability of the right sum {measure(log_pi)['right']:.3f}")
 h.keep("RLHF", runs, "train/rewards/accuracy/mean")
 
 # %% [markdown]
@@ -206,11 +211,16 @@ h.keep("RLHF", runs, "train/rewards/accuracy/mean")
 # the reference hardly ever does, and $\pi^*$ is the reference times $e^{r_\phi / \beta} / Z$.
 
 # %%
-broken, curves = train("poor judge", 0.0, 0)
-both = {"judge, β = 0.5": runs, "broken: poor judge, β = 0": curves}
-h.plot(both, "train/objective/scores", "optimizer steps", "mean score, each by its own judge")
-h.plot(both, "train/rewards/accuracy/mean", "optimizer steps", "share of right answers")
-print("probability of the right sum after the broken run", round(h.pass_rate(broken), 3))
+all_runs = {
+    "judge, β = 0.5": runs,
+    "broken: poor judge": [train("poor judge", beta, 0)[1]],
+    "broken: β = 0": [train("judge", 0.0, 0)[1]],
+}
+h.plot(all_runs, "train/objective/scores", "optimizer steps", "mean score, each by its own judge")
+h.plot(all_runs, "right", "optimizer steps", "probability of the right sum",
+       best=measure(optimum)["right"], best_name="π*")  # fmt: skip
+for name, several in all_runs.items():
+    print(f"{name:19} right sum {h.final(several, 'right')}  KL to the reference {h.final(several, 'exact_kl')} nats")
 
 # %% [markdown]
 # **What failure looks like.** The poor judge's score rises just as nicely, while the share of right answers *falls*

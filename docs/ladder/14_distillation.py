@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 14. Distillation
 #
-# On [the page before](13_agents.ipynb) a group whose dialogues all earn the same taught nothing, and a policy from a
-# short SFT rested near 0, beside a goal that it no longer saw. A return is one number for a whole dialogue. What if
-# someone knows the way, and can say at every token what they would have written? This page learns from a **teacher**.
+# On [the page before](13_agents.ipynb) a group whose dialogues all earn the same taught nothing, and a policy that
+# started from all random walks rested near 0, beside a goal that it hardly saw. A return is one number for a whole
+# dialogue. What if someone knows the way, and can say at every token what they would have written? This page learns
+# from a **teacher**.
 #
 # **Before:** [13. Agents](13_agents.ipynb) · **Next:** [all curves](15_together.ipynb) · [glossary](glossary.md)
 #
@@ -129,11 +130,11 @@ print("E[A ∇log q]", expected.numpy().round(4))
 #
 # ## The run
 #
-# The maze, the start and the 64 dialogues per step are those of page 13. The teacher is not a network but the
-# optimal policy itself, from value iteration with $\gamma = 0.9$ (page 1). It reads the last cell, writes the best
-# direction, then the end token. Each with probability 0.999: with a zero in $p$ the reverse KL would be infinite.
-# Its own return is about $10 \cdot 0.994 - 10 \cdot 0.006 = 9.88$, since one wrong token of six costs 10.
-# `Distillation` takes a model as its teacher; its method `divergence` is overridden to ask the table.
+# The maze and the 64 dialogues per step are those of page 13, the start is a shorter SFT on all walks. The teacher is
+# not a network but the optimal policy itself, from value iteration with $\gamma = 0.9$ (page 1). It reads the last
+# cell, writes the best direction, then the end token. Each with probability 0.999: with a zero in $p$ the reverse KL
+# would be infinite. Its own return is about $10 \cdot 0.994 - 10 \cdot 0.006 = 9.88$, since one wrong token of six
+# costs 10. `Distillation` takes a model as its teacher; its method `divergence` is overridden to ask the table.
 
 
 # %%
@@ -199,11 +200,11 @@ h.plot(runs, "train/reverse_kl", "optimizer steps", "KL(q ‖ p) per token, nats
 h.keep("Distillation", runs["JSD, w = 1/2"], "train/reward")
 
 # %% [markdown]
-# **How to read it.** From as short an SFT GRPO rested near 0 (the broken run of the page before). Distillation
-# passes a return of 0 after about 30 steps and comes close to the teacher's. The two learn from different signals:
-# GRPO from the return of whole dialogues, this student from the teacher's distribution at every token. The return
-# measures the task. The loss is the KL of the student's own tokens. It is a mean per token, so that it also falls
-# when dialogues grow longer.
+# **How to read it.** From a longer SFT on such walks GRPO rested near 0 at first (the broken run of the page before).
+# Distillation passes a return of 0 after about 30 steps and comes close to the teacher's. The two learn from
+# different signals: GRPO from the return of whole dialogues, this student from the teacher's distribution at every
+# token. The return measures the task. The loss is the KL of the student's own tokens. It is a mean per token, so that
+# it also falls when dialogues grow longer.
 #
 # **What failure looks like.** The reverse KL falls to 1.2 nats and stays there, at a return of -10. The table below
 # shows seed 1 after 80 steps: two directions are right, and in the third cell it gives no character more than two

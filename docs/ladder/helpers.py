@@ -53,13 +53,15 @@ class Memory(DummyLogger):
             self.curves.setdefault(name, []).append((step or 0, float(value)))
 
 
-def fit(model: L.LightningModule, data: L.LightningDataModule, max_steps: int = -1) -> Curves:
+def fit(
+    model: L.LightningModule, data: L.LightningDataModule, max_steps: int = -1, callbacks: Sequence[L.Callback] = ()
+) -> Curves:
     """Trains on the CPU, to the datamodule's ``total_timesteps`` or for ``max_steps``; returns the curves."""
     memory = Memory()
     length = {"max_epochs": 1, "max_steps": min(max_steps, 2)} if SHORT else {"max_epochs": -1, "max_steps": max_steps}
     L.Trainer(
         **length, accelerator="cpu", logger=memory, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, callbacks=[*callbacks],
     ).fit(model, datamodule=data)  # fmt: skip
     return memory.curves
 
@@ -156,17 +158,42 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 
 @torch.no_grad()
 def log_probs(policy: Any) -> Tensor:
-    """Returns log π(y|x) of every answer to every prompt, with the end token, [100 prompts, 110 answers]."""
-    tokenizer = policy.tokenizer
-    end = tokenizer.eos_token_id
-    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    rows = [[*prompt, *tokenizer(answer).input_ids, end] for prompt in prompts for answer in ANSWERS]
-    ids = torch.tensor([row + [end] * (max(map(len, rows)) - len(row)) for row in rows])
-    length = torch.tensor([len(row) for row in rows])[:, None]
-    token = policy.model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    position = torch.arange(1, ids.shape[1])
-    counts = (position >= len(prompts[0])) & (position < length)
-    return torch.where(counts, token, 0.0).sum(1).view(len(PROMPTS), len(ANSWERS))
+    """Returns log π(y|x) of every answer to every prompt, with the end token, [100 prompts, 110 answers].
+
+    Answers with the same first tokens share their part of the cache: 11,400 tokens are read in place of 77,000.
+    """
+    tokenizer, model = policy.tokenizer, policy.model
+    digits = torch.tensor(tokenizer("0123456789").input_ids)
+    read = model(input_ids=torch.tensor([tokenizer(prompt).input_ids for prompt in PROMPTS]), use_cache=True)
+    total, ended = torch.zeros(1), []
+    for _ in range(2):
+        total = (total[..., None] + read.logits[:, -1].log_softmax(-1)[:, digits]).flatten()
+        read.past_key_values.batch_repeat_interleave(10)
+        next_digit = digits.repeat(len(total) // 10)[:, None]
+        read = model(input_ids=next_digit, past_key_values=read.past_key_values, use_cache=True)
+        ended.append((total + read.logits[:, -1].log_softmax(-1)[:, tokenizer.eos_token_id]).view(len(PROMPTS), -1))
+    return torch.cat(ended, 1)
+
+
+class Enumerated(L.Callback):
+    """Measures a policy by the exact probabilities of all answers, at the start and every some optimizer steps.
+
+    Args:
+        measure: from :func:`log_probs` to numbers by name, which become curves.
+        every: optimizer steps.
+    """
+
+    def __init__(self, measure: Callable[[Tensor], dict[str, float]], every: int) -> None:
+        self.measure, self.every = measure, every
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measures the start."""
+        trainer.logger.log_metrics(self.measure(log_probs(pl_module)), trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Measures after each step that is due."""
+        if trainer.global_step % self.every == 0:
+            self.on_train_start(trainer, pl_module)
 
 
 def pass_rate(policy: Any) -> float:

@@ -23,13 +23,6 @@ EXCEPTIONS = {
     "09_ppo": {"0.03": "the plot of the clip fraction"},
     "10_reward_model": {"7.4": "e²", "8.4": "e² + 1", "18": "9 + 9", "0.7 %": "√(0.955 · 0.045 / 1,000)"},
     "12_grpo": {"0.012": "0.01 · 1.2", "0.6": "0.5 · 1.2", "6,400": "100 prompts, 64 samples of each"},
-    "13_agents": {
-        "9.97": "tests/datamodules/language/test_worlds.py",
-        "9.79": "the same test",
-        "0.5": "the β of 9.79",
-        "50": "the plot of the returns",
-        "9.82": "train(100, steps=200) of the page",
-    },
     "14_distillation": {"30": "the plot of the returns", "1.2": "the plot of the KL", "1000": "0.999 / 0.001"},
 }
 #: What is no measured number: code, equations, links, headings, exercises (their asserts check them), sources, names of
