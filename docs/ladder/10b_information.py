@@ -94,11 +94,11 @@ def measure(log_pi):
             "outside": float((share * (target == 0)).sum(1).mean())}  # fmt: skip
 
 
-def train(seed, n=20_000, steps=600):
+def train(seed, n=20_000, steps=400):
     """SFT on n demonstrations; returns the curves."""
     model = SFT(model_config=h.TINY, learning_rate=2e-3, warmup_steps=10, max_completion_length=4)
     data = InstructionDataModule(path=demonstrations(n), batch_size=64, eval_steps=0, seed=seed)
-    return h.fit(model, data, max_steps=steps, callbacks=[h.Enumerated(measure, every=30)])
+    return h.fit(model, data, max_steps=steps, callbacks=[h.Enumerated(measure, every=20)])
 
 
 runs = {"20,000 demonstrations": h.fit_seeds(train), "broken: 200 demonstrations": train(0, 200)}

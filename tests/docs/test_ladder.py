@@ -154,3 +154,21 @@ def test_every_equation_can_be_rendered():
         "  katex.renderToString(text, {throwOnError: true, strict: 'error'})"
     )
     subprocess.run(["node", "-e", program], input=json.dumps(equations), text=True, check=True, timeout=60)
+
+
+@pytest.mark.long
+def test_the_enumerated_answers_have_the_probabilities_of_a_plain_forward_pass():
+    pytest.importorskip("transformers")
+    import helpers as h
+
+    from rl_modules import SFT
+
+    policy = SFT(model_config=h.TINY, max_completion_length=4)
+    policy.configure_model()
+    found = h.log_probs(policy)
+    assert found.shape == (100, 110)
+    for prompt, answer in ((0, 7), (34, 10), (99, 109)):
+        ids = policy.tokenizer(h.PROMPTS[prompt] + h.ANSWERS[answer] + policy.tokenizer.eos_token, return_tensors="pt")
+        tokens = ids.input_ids
+        token = policy.model(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+        assert abs(float(token[0, 3:].sum() - found[prompt, answer])) < 1e-4
