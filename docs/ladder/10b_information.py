@@ -17,10 +17,9 @@
 #
 # $$H(p) = -\sum_x p(x) \log p(x).$$
 #
-# It is the length of the shortest message on average. Let four answers have
-# $p = (\frac12, \frac14, \frac18, \frac18)$, and write them as 0, 10, 110 and 111, so that no word begins another:
-# the lengths 1, 2, 3, 3 are $-\log_2 p(x)$, and their mean is 1.75 bits. A code that holds all four for equally likely
-# has two bits for each.
+# It is the length of the shortest message on average. Let four answers have $p = (\frac12, \frac14, \frac18,
+# \frac18)$, and write them as `0`, `10`, `110` and `111`, so that no word begins another: the lengths 1, 2, 3, 3 are
+# $-\log_2 p(x)$, and their mean is 1.75 bits. A code that holds all four for equally likely has two bits for each.
 #
 # Whoever believes in $q$ gives $x$ a word of $-\log q(x)$. If the answers come from $p$, the mean length is the
 # **cross-entropy**, and what it exceeds the entropy by is the **Kullback–Leibler divergence** of page 8:
@@ -59,7 +58,7 @@ print(f"H(p) = {entropy:.2f} bits, H(p, q) = {cross_entropy:.2f} bits, KL(p‖q)
 # The loss of SFT is the mean of $-\log \pi_\theta(y \mid x)$ over demonstrations, the cross-entropy of demonstrations
 # and model. So it cannot fall to 0 where people answer differently. It falls to their entropy, and the rest is the KL:
 # minimising the loss is minimising $\operatorname{KL}(p \,\Vert\, \pi_\theta)$, since $H(p)$ does not depend on
-# $\theta$. This is also why a loss of 1.2 nats may be perfect on one set of texts and poor on another. Its exponential,
+# $\theta$. This is also why the same loss may be perfect on one set of texts and poor on another. Its exponential,
 # the **perplexity**, is the number of equally likely answers that would be as surprising.
 #
 # The run shows the floor. The demonstrations of `a+b=` are the sum and the next three numbers, with the four
@@ -162,11 +161,11 @@ plt.show()
 #
 # | method | minimises | page |
 # |---|---|---|
-# | SFT, distillation from a teacher's texts | $\operatorname{KL}(p \,\Vert\, \pi_\theta)$, forward | 10, 12, 14 |
-# | RLHF: from the policy to the best one, up to a constant | reverse | 11 |
-# | penalty of GRPO, by default: from the policy to the reference | reverse | 12 |
-# | the same in the papers: from the reference to the policy | forward | 12 |
-# | TRPO's trust region | $\operatorname{KL}(\pi_{\text{old}} \,\Vert\, \pi_\theta)$ | 8 |
+# | SFT, distillation from a teacher's texts | $\operatorname{KL}(p \,\Vert\, \pi_\theta)$, forward | pages 10, 12 and 14 |
+# | RLHF: from the policy to the best one, up to a constant | reverse | page 11 |
+# | penalty of GRPO, by default: from the policy to the reference | reverse | page 12 |
+# | the same in the papers: from the reference to the policy | forward | page 12 |
+# | TRPO's trust region | $\operatorname{KL}(\pi_{\text{old}} \,\Vert\, \pi_\theta)$ | page 8 |
 #
 # So SFT makes a model that knows many answers, good and bad, and reinforcement learning one that prefers few. For
 # small steps the directions agree: to second order both are $\frac12 x^\top F x$ (page 8).

@@ -138,7 +138,7 @@ def measure(log_pi):
             "J": float((log_pi.exp() * (true - beta * (log_pi - reference))).sum(1).mean())}  # fmt: skip
 
 
-def train(seed, likelihood=1.0, steps=500):
+def train(seed, likelihood=1.0, steps=300):
     """Trains DPO from the SFT model; returns the curves."""
     policy = DPO(model_name_or_path=str(folder / "sft"), beta=beta, rpo_alpha=likelihood, learning_rate=5e-4,
                  warmup_steps=10, max_completion_length=4)  # fmt: skip

@@ -32,8 +32,8 @@
 # \frac{n - 1}{n},$$
 #
 # since $\int_0^1 n u^{n-1} \log u \, du = -\frac1n$. Where single completions have much probability it is an upper
-# bound. So best of 1,000 is at most $\log 1000 - 0.999 = 5.91$ nats away, and every further nat takes three times as
-# many samples ($e = 2.7$).
+# bound. So best of a thousand is at most $\log 1000 - 0.999 = 5.91$ nats away, and every further nat takes three
+# times as many samples ($e = 2.7$).
 #
 # **Reinforcement learning.** PPO moves along a path of its own. Without a penalty, time is its distance.
 #
@@ -76,7 +76,7 @@ for n in (1, 2, 8):
 #
 # Sums of two digits again. The true reward is 0 for the right sum and -2 for each unit away. Two judges learn it,
 # from 20,000 comparisons and from 300. The curves of $\pi_\beta$ and of the best of $n$ are exact, by enumeration of
-# all 110 answers, and so are the points of PPO, which trains on the poor judge with $\beta = 0$ for 400 steps. The
+# all 110 answers, and so are the points of PPO, which trains on the poor judge with $\beta = 0$ for 300 steps. The
 # optimum is the same family with the *true* reward in the judge's place, $\pi_{\text{ref}}\, e^{r / \beta}$: no
 # policy has a higher true reward at its distance.
 
@@ -94,7 +94,7 @@ def train_judge(name, n):
     """Trains a reward model on n comparisons and exports it; returns its scores [100, 110]."""
     h.write_comparisons(folder / f"{name}.jsonl", n, seed=2)
     model = RewardModel(model_name_or_path=str(folder / "sft"), learning_rate=1e-3, warmup_steps=10)
-    h.fit(model, PreferenceDataModule(path=str(folder / f"{name}.jsonl"), batch_size=64, eval_steps=0), max_steps=400)
+    h.fit(model, PreferenceDataModule(path=str(folder / f"{name}.jsonl"), batch_size=64, eval_steps=0), max_steps=300)
     model.export(folder / name)
     texts = [(prompt, answer) for prompt in h.PROMPTS for answer in h.ANSWERS]
     return model.score(*zip(*texts, strict=True)).view(100, 110)
@@ -114,7 +114,7 @@ def place(log_pi, proxy):
             "true": float((share * true).sum(1).mean())}  # fmt: skip
 
 
-def train(seed, steps=400):
+def train(seed, steps=300):
     """PPO on the poor judge without a penalty; returns the curves."""
     policy = RLHFPPO(
         model_name_or_path=str(folder / "sft"), reward_model_name_or_path=str(folder / "poor judge"), beta=0.0,
@@ -168,7 +168,7 @@ for name, points in paths.items():
 # second judge that is not trained on, and samples that a person reads. The remedies are a penalty or a limit on the KL,
 # a better judge, comparisons of what the policy now writes, and the mean or the minimum of several judges
 # ([arXiv:2310.02743](https://arxiv.org/abs/2310.02743)). Best of $n$ is also a cheap test of a judge before any
-# training: if the best of 16 reads worse than the best of 4, PPO will be no better.
+# training: if the best of many reads worse than that of a few, PPO will be no better.
 #
 # ## Exercises
 #
