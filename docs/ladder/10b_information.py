@@ -161,7 +161,7 @@ plt.show()
 #
 # | method | minimises | page |
 # |---|---|---|
-# | SFT, distillation from a teacher's texts | $\operatorname{KL}(p \,\Vert\, \pi_\theta)$, forward | pages 10, 12 and 14 |
+# | SFT, distillation from texts | $\operatorname{KL}(p \,\Vert\, \pi_\theta)$, forward | pages 10, 12 and 14 |
 # | RLHF: from the policy to the best one, up to a constant | reverse | page 11 |
 # | penalty of GRPO, by default: from the policy to the reference | reverse | page 12 |
 # | the same in the papers: from the reference to the policy | forward | page 12 |
