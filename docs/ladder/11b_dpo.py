@@ -158,10 +158,12 @@ for name, several in runs.items():
     print(name, {key: h.final(several, key) for key in best})
 
 # %% [markdown]
-# **How to read it.** With the likelihood term the right sum gains on all seeds and comes near to $\pi^*$. No reward
-# model, no value model and no sampling were needed, and each step is one forward and backward pass. The metric that
-# training logs, `train/rewards/accuracies`, is the share of comparisons in which the chosen answer has the larger
-# implicit reward. It rises in both runs alike:
+# **How to read it.** With the likelihood term the right sum gains on all seeds, from 0.824 to 0.92 or more, and comes
+# near to $\pi^*$. No reward model, no value model and no sampling were needed, and each step is one forward and
+# backward pass. ($J$, the objective of page 11, is summed over the 110 answers: a policy that writes much else misses
+# a part of it, so that it can't be compared where `other` is large.) The metric that training logs,
+# `train/rewards/accuracies`, is the share of comparisons in which the chosen answer has the larger implicit reward.
+# It rises in both runs alike:
 
 # %%
 h.plot(runs, "train/rewards/accuracies", "optimizer steps", "accuracy of the implicit reward")
