@@ -88,7 +88,7 @@ lay_over({"GRPO in turns": 10, "Distillation": 10}, "optimizer steps", "mean ret
 # | 7, 8, 9 | GAE with a critic | policy network, with growing care for the length of a step | the environment |
 # | 11 | GAE over tokens | language model | a model of human comparisons (10), less the KL |
 # | 11b | none: two answers are compared | language model | human comparisons, at once |
-# | 12, 12b | reward less the group's mean | language model | a program |
+# | 12 | reward less the group's mean | language model | a program |
 # | 13 | return of a dialogue less the group's mean | language model | the environment |
 # | 14 | distance to a teacher's distribution of each token | language model | a teacher |
 #
