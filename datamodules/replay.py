@@ -29,6 +29,7 @@ from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 from rl_modules.contract import REPLAY
+from rl_modules.core.curves import write_point
 from rl_modules.core.seams import require_acted
 from rl_modules.core.settings import Converted, made, one_or_all, setting
 from rl_modules.core.state import persistent, transient
@@ -361,7 +362,14 @@ class ReplayDataModule(ControlDataModule):
                 act, min(missing, WARM_UP_STEPS, self.buffer_size // (self.replay.rows_per_step * self.n_envs))
             )
             self._warm_up_began = began
+            self._draw_episodes()
             self._offer_to_stop()
+
+    def _draw_episodes(self) -> None:
+        """Writes a point of the episodes' curves within the warm-up, which an epoch follows much later."""
+        metrics = self.metrics_over_ranks()
+        if "rollout/ep_rew_mean" in metrics and hasattr(self.learner, "learning_curve"):
+            write_point(self.learner_trainer, metrics, self.num_timesteps)
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""

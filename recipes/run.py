@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
+#: Longest part of a folder's name that says what is special about a run.
+MOST_LETTERS = 80
 #: File of a run's folder that a process which trains in it holds.
 LOCK = "run.lock"
 #: File of a run's folder with the step at which its training came to its end, which an unfinished run lacks.
@@ -45,7 +47,22 @@ def run_name(algorithm: str, settings: Any, otherwise: str) -> str:
     named = {key: settings.get(key) for key in ("env_id", "task", "path", "dataset")}
     key, task = next(((key, value) for key, value in named.items() if value), ("", otherwise))
     task = "mixture" if isinstance(task, list) else Path(task).stem if key == "path" else str(task)
+    # The description of a Dataset ends with its fingerprint.
+    task = re.sub(r", [0-9a-f]{8,}$", "", task) if key == "dataset" else task
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
+def plain_name(text: str) -> str:
+    """Returns a text as part of a folder's name."""
+    return re.sub(r"[^\w.,=+-]+", "_", text)[:MOST_LETTERS]
+
+
+def suffix_of(trainer: "Trainer", parent: Path) -> str:
+    """Returns what a new run's folder has after its number: ``run_name``, or what was changed beside earlier runs."""
+    named = trainer.run_name
+    if named is None and any(parent.glob("version_*")):
+        named = trainer.changed
+    return f"_{plain_name(named)}" if named else ""
 
 
 def begin(trainer: "Trainer", name: str, run: SavedRun | None = None) -> tuple[list[Path], Path | None]:
@@ -63,16 +80,16 @@ def number_alike(trainer: "Trainer") -> list[Path]:
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
         return []
     made = []
-    number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
-    if number is None:
-        number = max(logger._get_next_version() for logger in loggers)
+    version = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
+    if version is None:
+        version = max(logger._get_next_version() for logger in loggers)
         if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
-            number = _claimed(Path(loggers[0].root_dir), number)
-            made = [
-                Path(logger.root_dir) / f"version_{number}" for logger in loggers if "://" not in str(logger.root_dir)
-            ]
+            parent = Path(loggers[0].root_dir)
+            folder = _claimed(parent, version, suffix_of(trainer, parent))
+            version = folder if folder.count("_") > 1 else int(folder.removeprefix("version_"))
+            made = [Path(logger.root_dir) / folder for logger in loggers if "://" not in str(logger.root_dir)]
     for logger in loggers:
-        logger._version = number
+        logger._version = version
     return made
 
 
@@ -82,16 +99,21 @@ def _unnumbered(trainer: "Trainer") -> list[Any]:
     return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]
 
 
-def _claimed(parent: Path, number: int) -> int:
-    """Makes the folder ``version_<number>``, or the next one that no other process has made; returns its number."""
+def _claimed(parent: Path, number: int, suffix: str) -> str:
+    """Makes the folder ``version_<number><suffix>`` with a number that no other process has taken; returns its name."""
     parent.mkdir(parents=True, exist_ok=True)
     while True:
+        folder = parent / f"version_{number}"
         try:
-            (parent / f"version_{number}").mkdir()
+            folder.mkdir()  # one process makes it, whatever its suffix
         except FileExistsError:
             number += 1
-        else:
-            return number
+            continue
+        if any(parent.glob(f"version_{number}_*")):
+            folder.rmdir()
+            number += 1
+            continue
+        return folder.rename(f"{folder}{suffix}").name
 
 
 def require_own_folder(trainer: L.Trainer, ckpt_path: str | None) -> None:
@@ -101,7 +123,12 @@ def require_own_folder(trainer: L.Trainer, ckpt_path: str | None) -> None:
         if trainer.loggers and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
         else None
     )
-    if logger is None or isinstance(logger, WandbLogger) or getattr(logger, "_version", "") is None:
+    if (
+        logger is None
+        or logger.save_dir is None
+        or isinstance(logger, WandbLogger)
+        or getattr(logger, "_version", "") is None
+    ):
         return
     folder = log_folder(trainer)
     is_used = any(next(folder.glob(name), None) for name in ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv"))
@@ -114,14 +141,15 @@ def require_own_folder(trainer: L.Trainer, ckpt_path: str | None) -> None:
 
 
 def place_without_logger(trainer: "Trainer", name: str, run: SavedRun | None = None) -> Path | None:
-    """Gives a run without a logger a numbered folder of its own."""
+    """Gives a run without a logger, or whose logger has no folder here, a numbered folder of its own."""
     checkpoints = Checkpoints.of(trainer)
     writes = checkpoints is not None and checkpoints.writes and not getattr(trainer, "fast_dev_run", False)
-    if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
+    if not curves.has_no_folder(trainer) or not writes or not trainer.is_global_zero or requeue_signals(trainer):
         return None
     if run is None and "://" in str(trainer.default_root_dir):
         return None
-    folder = _new_folder(Path(trainer.default_root_dir) / LOGS / name) if run is None else run.folder
+    parent = Path(trainer.default_root_dir) / LOGS / name
+    folder = _new_folder(parent, suffix_of(trainer, parent)) if run is None else run.folder
     trainer._default_root_dir = str(folder)
     for callback in trainer.callbacks:
         if isinstance(callback, ConfigRecord):
@@ -129,10 +157,10 @@ def place_without_logger(trainer: "Trainer", name: str, run: SavedRun | None = N
     return folder
 
 
-def _new_folder(parent: Path) -> Path:
-    names = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
-    number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
-    return parent / f"version_{_claimed(parent, number)}"
+def _new_folder(parent: Path, suffix: str) -> Path:
+    numbers = (path.name.split("_")[1] for path in parent.glob("version_*"))
+    number = max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    return parent / _claimed(parent, number, suffix)
 
 
 def continue_folder(run: SavedRun, checkpoint: dict[str, Any] | None, trainer: Any) -> None:

@@ -1,5 +1,6 @@
 """Finds the newest run in a folder, and reads the newest whole checkpoint of a run."""
 
+import glob
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,18 +19,19 @@ NAMES = ("last", "previous", "best")
 RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 
 
-def newest_run(parent: Path) -> Path | None:
-    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none.
+def newest_run(parent: Path, named: str = "") -> Path | None:
+    """Returns the newest of a logger's folders, by number, those of SLURM jobs by time; None where there is none. With
+    ``named`` one of this ``run_name``.
 
     A folder without a checkpoint, as a run that failed early leaves it, is taken only where no other has one.
     """
     numbered = {
         int(match.group(1)): path
-        for path in parent.glob("version_*")
-        if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()
+        for path in parent.glob(f"version_*_{glob.escape(named)}" if named else "version_*")
+        if (match := re.fullmatch(r"version_(\d+)(_.*)?", path.name)) and path.is_dir()
     }
     in_order = [numbered[number] for number in sorted(numbered)]
-    jobs = [path for path in parent.glob("job_*") if path.is_dir()]
+    jobs = [path for path in parent.glob("job_*") if path.is_dir() and not named]
 
     def newest(is_run: Callable[[Path], Any]) -> Path | None:
         last = next(filter(is_run, reversed(in_order)), None)

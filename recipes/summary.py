@@ -16,6 +16,7 @@ import rl_modules
 from datamodules.base import ControlDataModule
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.curves import log_folder
+from recipes.callbacks.recorder import EpisodeRecorder
 from recipes.comparison import METRICS
 from rl_modules.core.curves import write_point
 from rl_modules.loggers import adapters, flat_settings
@@ -132,7 +133,9 @@ def limit_of(trainer: Trainer) -> dict[str, str]:
 def files_of(trainer: Trainer) -> dict[str, str]:
     """Returns where the pictures and videos of a run are, for those that it has."""
     folder = log_folder(trainer)
-    found = {"value maps": sorted(folder.glob("values_*.png")), "videos": sorted(folder.glob("videos/*.mp4"))}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    videos = [file for callback in callbacks if isinstance(callback, EpisodeRecorder) for file in callback.files]
+    found = {"value maps": sorted(folder.glob("values_*.png")), "videos": videos}
     return {name: ", ".join(_relative(str(path)) for path in paths) for name, paths in found.items() if paths}
 
 

@@ -33,8 +33,9 @@ class Trainer(L.Trainer):
     Args:
         threads: CPU threads of torch; 1 is fastest for small networks. None: as they are.
         evaluate: evaluate the final policy after training.
-        resume: go on with the newest run of this model on this data, as if it had never stopped; start one if there is
-            none.
+        resume: go on with the newest run of this model on this data (and of ``run_name``, where it is given), as if it
+            had never stopped; start one if there is none.
+        run_name: name of the run in that of its folder, ``version_<number>_<run_name>``, and so in TensorBoard.
         **arguments: of ``lightning.Trainer``; they override the settings above.
 
     Raises:
@@ -44,14 +45,24 @@ class Trainer(L.Trainer):
     #: Whether a signal ends the program after the checkpoint, as in this project's own programs; else ``fit`` alone.
     raises_when_stopped = False
 
-    def __init__(self, threads: int | None = 1, evaluate: bool = True, resume: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self,
+        threads: int | None = 1,
+        evaluate: bool = True,
+        resume: bool = False,
+        run_name: str | None = None,
+        **arguments: Any,
+    ) -> None:
         quiet()
         end_with_starter()
         if threads is not None:
             torch.set_num_threads(threads)
         self.evaluates, self.resumes = evaluate, resume
-        #: The name and the earlier run that the command line has found; None: those of model, data and ``resume``.
-        self.run_name: str | None = None
+        #: The name of the run in its folder's; None: what was :attr:`changed`, which the command line says.
+        self.run_name = run_name
+        self.changed = ""
+        #: Name of the runs and the earlier run, from the command line; None: those of model, data and ``resume``.
+        self.runs_name: str | None = None
         self.resumed: run.SavedRun | None = None
         #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
         self.was_stopped = False
@@ -136,15 +147,16 @@ class Trainer(L.Trainer):
 
     def _begin(self, model: Any, data: Any, lock: ExitStack) -> tuple[list[Path], Path | None]:
         """Prepares folder, logger and bar of this run; returns the folders it made, and the checkpoint it found."""
-        name = self.run_name or type(model).__name__
-        if self.run_name is None and data is not None:
+        name = self.runs_name or type(model).__name__
+        if self.runs_name is None and data is not None:
             name = run.run_name(name, data.hparams, type(data).__name__)
         found = None
         if self.resumes:
             self.resumed = None
         if self._makes_logger:
             runs = Path(self._given_root_dir) / run.LOGS
-            newest = saved_runs.newest_run(runs / name) if self.resumes else None
+            named = run.plain_name(self.run_name or "")
+            newest = saved_runs.newest_run(runs / name, named) if self.resumes else None
             version = None if newest is None else newest.name
             self.loggers = [TensorBoardLogger(runs, name=name, version=version, default_hp_metric=False)]
             if newest is not None:
@@ -162,7 +174,7 @@ class Trainer(L.Trainer):
             run.show_lines(self, data)
         # The bar ends the spinner. A forked rank would have a copy that no thread draws.
         wait_for("preparing the first step" if shows and has_terminal and not launches(self) else "")
-        if shows and self.run_name is None:
+        if shows and self.runs_name is None:
             print(f"{name}: starting", file=sys.stderr, flush=True)
         return made, found
 

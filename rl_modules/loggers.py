@@ -84,7 +84,9 @@ class TensorBoardAdapter(LoggerAdapter):
 
     def write_learning_curve(self, name: str, value: float, step: int) -> None:
         # TensorBoard sorts groups by name, opens the first two and shows twelve cards of each.
-        self.logger.experiment.add_scalar(f"curve/{name.rpartition('/')[2]}", value, step)
+        # `eval/mean_ep_length` would stand before `eval/mean_reward`.
+        tag = name.rpartition("/")[2] if not name.startswith("eval/") else name.replace("/", "_")
+        self.logger.experiment.add_scalar(f"curve/{tag}", value, step)
 
     def write_histogram(self, name: str, values: Tensor, step: int) -> None:
         self.logger.experiment.add_histogram(name, values, step)

@@ -365,7 +365,9 @@ def _number_if_older(trainer: L.Trainer) -> int | None:
     if len(trainer.loggers) != 1 or not isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None
     folder = log_folder(trainer)
-    names = [path.name.removeprefix("version_") for path in (folder, *folder.parent.glob("version_*"))]
+    names = [
+        path.name.removeprefix("version_").partition("_")[0] for path in (folder, *folder.parent.glob("version_*"))
+    ]
     own, *others = (int(name) if name.isdigit() else -1 for name in names)
     return own if -1 < own < max(others) else None
 

@@ -82,9 +82,14 @@ def _events(folder: Path) -> Any:
         raise Unreadable(folder, f"TensorBoard's files are damaged: {error or type(error).__name__}") from error
 
 
+def has_no_folder(trainer: L.Trainer) -> bool:
+    """Whether no logger gives the run a folder, such as MLflow's with a server: it gets one as without a logger."""
+    return not trainer.loggers or trainer.loggers[0].save_dir is None
+
+
 def log_folder(trainer: L.Trainer) -> Path:
     """Returns the run's own folder for the first rank; ``Trainer.log_dir`` makes all ranks communicate."""
-    if not trainer.loggers:
+    if has_no_folder(trainer):
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
     if isinstance(logger, TensorBoardLogger | CSVLogger):
@@ -116,7 +121,7 @@ class ConfigRecord(SaveConfigCallback):
         loggers = recorded["trainer"]["logger"]
         for logger in loggers if isinstance(loggers, list) else [loggers]:
             settings = getattr(logger, "init_args", {})
-            if re.fullmatch(r"version_\d+", str(settings.get("version"))):
+            if re.fullmatch(r"version_\d+(_.*)?", str(settings.get("version"))):
                 settings["version"] = None  # the number of the folder that is resumed
         super().__init__(parser, _without_enums(recorded), **arguments, save_to_log_dir=False)
 
@@ -131,7 +136,7 @@ class ConfigRecord(SaveConfigCallback):
             super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or not (trainer.loggers or self.has_folder):
+        if stage != "fit" or (has_no_folder(trainer) and not self.has_folder):
             return
         folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)

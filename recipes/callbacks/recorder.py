@@ -22,7 +22,7 @@ from recipes.callbacks.curves import log_folder
 from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.state import Stateful, forget_state, persistent
+from rl_modules.core.state import Stateful, forget_state, persistent, transient
 
 
 def record_episodes(
@@ -126,6 +126,8 @@ class EpisodeRecorder(Stateful, Callback):
 
     # Transitions after which the next recording is due.
     _next: int = persistent(lambda self: self.every)
+    #: The run's videos, in the order of their transitions.
+    files: list[Path] = transient(lambda self: [])
 
     def __init__(self, every: int) -> None:
         super().__init__()
@@ -143,7 +145,10 @@ class EpisodeRecorder(Stateful, Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A resumed run may record more often than the one that wrote its checkpoint.
-        self._next = min(self._next, self._multiple_after(trainer.datamodule.num_timesteps))  # type: ignore[attr-defined]
+        begins = trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+        self._next = min(self._next, self._multiple_after(begins))
+        steps = {path: int(path.name.split("-")[1]) for path in (log_folder(trainer) / "videos").glob("step-*.mp4")}
+        self.files = [path for path in sorted(steps, key=steps.__getitem__) if steps[path] <= begins]
 
     def _multiple_after(self, timesteps: int) -> int:
         return (timesteps // self.every + 1) * self.every
@@ -155,4 +160,4 @@ class EpisodeRecorder(Stateful, Callback):
         self._next = self._multiple_after(data.num_timesteps)
         folder = log_folder(trainer) / "videos"
         policy: Any = pl_module
-        record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")
+        self.files += record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")

@@ -49,6 +49,7 @@ options of fit, validate, test, predict and record:
                            a checkpoint file, or a checkpoint of the newest run
   --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
   --seeds N [--jobs J]     fit: train on N seeds from that one, J at a time, and compare them as `rl compare` does
+  --run_name NAME          fit: name of the run in its folder's and in TensorBoard; default: what the command changes
   --print_config           print the complete resolved config and stop
   --help [GROUP|WORD|all]  with --config or --model: print the arguments of these classes
                          of another command: rl COMMAND --help

@@ -22,7 +22,7 @@ from recipes.callbacks.episode_monitor import CompletionWriter, EpisodeWriter
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.cli import runs
 from recipes.cli.classes import chosen_classes, prepared, refuse_given, which_class
-from recipes.cli.options import arguments_of
+from recipes.cli.options import arguments_of, changed_in
 from recipes.run import SavedRun, continue_folder, held, require_own_folder
 from recipes.signals import Stopped, end_at_sigterm
 from recipes.terminal import is_of_users_code, wait_for
@@ -126,6 +126,12 @@ class RLCLI(LightningCLI):
                 "--resume",
                 action="store_true",
                 help="Resume the newest run of this model on this data; start one if there is none.",
+            )
+            parser.add_argument(
+                "--run_name",
+                type=str,
+                default=None,
+                help="Name of the run in that of its folder and in TensorBoard; default: what is changed.",
             )
             parser.add_argument(
                 "--record_every", type=int, default=0, help="Transitions between two recorded episodes; 0: none."
@@ -264,7 +270,8 @@ class RLCLI(LightningCLI):
         self.trainer_class = partial(Trainer, None, self.summarizes)
         trainer: Any = super()._instantiate_trainer(config, callbacks)
         trainer.raises_when_stopped, trainer.resumed = True, self.resumed
-        trainer.run_name = runs.configured_name(self.config[self.command])
+        trainer.runs_name = runs.configured_name(self.config[self.command])
+        trainer.run_name, trainer.changed = self._get(self.config, "run_name"), changed_in(self.arguments)
         return trainer
 
     @property

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ ALONE = (
     "ckpt_path",
     "threads",
     "resume",
+    "run_name",
     "record_every",
     "print_config",
     "config",
@@ -28,6 +30,11 @@ ALONE = (
 CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
 #: Options without a value.
 FLAGS = ("--resume", "--help", "-h", "--print_config")
+#: Options that change no result, and that a folder's name lacks.
+UNNAMED = re.compile(
+    r"--(config|resume|threads|record_every|run_name|ckpt_path|model|data|(model|data)\.class_path|print_config"
+    r"|(trainer|checkpoint)\..*)|-.|[^-].*"
+)
 #: What the shell completes after a dash.
 COMMON = (
     "--config",
@@ -39,6 +46,7 @@ COMMON = (
     "--print_config",
     "--help",
     "--threads",
+    "--run_name",
     "--record_every",
     "--output",
     "--episodes",
@@ -90,6 +98,12 @@ def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
             has_word = False
         yield name, value, list(words[i : i + 1 + has_word])
         i += 1 + has_word
+
+
+def changed_in(words: Sequence[str]) -> str:
+    """Returns what a command changes in its runs, as in ``clip_range=0.1,seed_everything=3``, in the order of names."""
+    found = {name.rpartition(".")[2]: value for name, value, _ in options_in(words) if not UNNAMED.fullmatch(name)}
+    return ",".join(f"{name}={value}" for name, value in sorted(found.items()))
 
 
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:

@@ -10,7 +10,7 @@ import torch
 from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from recipes.run import LOGS, SavedRun, run_name
+from recipes.run import LOGS, SavedRun, plain_name, run_name
 from recipes.saved_runs import NAMES, changed_at, find, newest_run, read, read_newest_whole, require_optimizer
 from rl_modules.common.errors import UsageError
 
@@ -36,8 +36,12 @@ def set_folder(config: Any) -> None:
             logger.init_args.save_dir = os.path.expanduser(os.path.expandvars(saves))
         if root is not None and logger.init_args.get("save_dir") == LOGS:
             logger.init_args.save_dir = str(Path(root) / LOGS)
+        named = config.get("run_name")
         if logger.init_args.get("name", "") is None:
-            logger.init_args.name = configured_name(config)
+            in_folders = logger.class_path.endswith(("TensorBoardLogger", "CSVLogger"))
+            logger.init_args.name = configured_name(config) if in_folders else named or configured_name(config)
+        if logger.init_args.get("run_name", "") is None:  # MLflow's
+            logger.init_args.run_name = named
 
 
 def configured_name(config: Any) -> str:
@@ -145,18 +149,18 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, SavedRu
 
 def _run_folder(config: Any) -> Path | None:
     """Returns the folder of the newest run, or of the given ``version``; None where there is no run."""
-    parent = parent_folder(config)
+    parent, named = parent_folder(config), plain_name(config.get("run_name") or "")
     logger = _logger(config)
     if not hasattr(logger, "init_args"):
         root = _root_folder(config)  # there were the checkpoints of earlier versions, and are those that SLURM requeues
-        return newest_run(parent) or (root if (root / "checkpoints").is_dir() else None)
+        return newest_run(parent, named) or (root if (root / "checkpoints").is_dir() else None)
     version = logger.init_args.get("version")
     if logger.class_path.endswith("WandbLogger") and version is None:
         named = logger.init_args.get("id")
         runs = sorted(parent.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime)
         return parent / named if named else runs[-1].parent if runs else None
     if version is None:
-        return newest_run(parent)
+        return newest_run(parent, named)
     return parent / (version if isinstance(version, str) else f"version_{version}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes import comparison, configs
 from recipes.cli import runs
-from recipes.cli.options import options_in
+from recipes.cli.options import UNNAMED, options_in
 from recipes.compared_runs import read_all, require_packages
 from recipes.pipeline import checked
 from recipes.terminal import wait_for
@@ -20,8 +20,6 @@ from rl_modules.common.errors import UsageError
 
 #: Options of several runs, with the least value of each.
 OWN = {"--seeds": 1, "--jobs": 1, "--seed_everything": 0}
-#: Options that change no result, and that a folder's name lacks.
-_UNNAMED = re.compile(r"--(config|resume|threads|record_every|model|data|(trainer|checkpoint)\..*)|-c")
 
 
 def seeds_command(words: Sequence[str]) -> None:
@@ -40,7 +38,7 @@ def seeds_command(words: Sequence[str]) -> None:
         raise UsageError(
             f"--seeds compares the curves of one TensorBoardLogger or CSVLogger; trainer.logger is {logger}"
         )
-    changed = [f"{name.rpartition('.')[2]}={value}" for name, value, _ in rest if not _UNNAMED.fullmatch(name)]
+    changed = [f"{name.rpartition('.')[2]}={value}" for name, value, _ in rest if not UNNAMED.fullmatch(name)]
     changed += [
         Path(value).stem for name, value, _ in rest if name == "--config" and configs.short_name(value) == value
     ]

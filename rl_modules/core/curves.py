@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rl_modules.algorithm import Algorithm
 
 
+#: The evaluation that is drawn beside the learning curve, before the others.
+FIRST_EVALUATION = "eval/mean_reward"
 #: Reductions that keep one number by name.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -116,15 +118,15 @@ def _add_outside_of_graphs(means: Means, values: Mapping[str, Tensor | float], w
 
 
 def write_point(trainer: L.Trainer, metrics: Mapping[str, float], place: int) -> None:
-    """Writes one point of each curve to each logger, the learning curve's also before the others."""
+    """Writes one point of each curve to each logger, those of learning and evaluation also before the others."""
     if not trainer.loggers:
         return
 
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=place)
     learner: Any = trainer.lightning_module
-    if (name := learner.learning_curve) in metrics:
-        for adapter in adapters(trainer):
+    for name in (learner.learning_curve, FIRST_EVALUATION):
+        for adapter in adapters(trainer) if name in metrics else ():
             adapter.write_learning_curve(name, metrics[name], place)
 
 

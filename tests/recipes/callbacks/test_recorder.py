@@ -106,7 +106,7 @@ def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
 def test_a_second_fit_is_recorded_as_the_first_and_a_resumed_one_goes_on(tmp_path, monkeypatch):
     recorded = []
     monkeypatch.setattr(
-        "recipes.callbacks.recorder.record_episodes", lambda *args, prefix: recorded.append(int(prefix[5:]))
+        "recipes.callbacks.recorder.record_episodes", lambda *args, prefix: recorded.append(int(prefix[5:])) or []
     )
     recorder = EpisodeRecorder(every=64)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipes import Trainer
 from recipes.cli import main
 from recipes.cli.runs import drawn_seed
 from recipes.run import number_alike
@@ -122,17 +122,17 @@ def test_runs_without_logger_have_a_folder_each_and_resume_in_it(rl: Any, tmp_pa
     assert rl("fit", *alone)[0] == 0
     first = files()
     assert {path.parent for path in first} == {runs / "version_0", runs / "version_0/checkpoints"}
-    code, out, err = rl("fit", *alone, "--model.gamma", "0.5")
+    code, out, err = rl("fit", *alone, "--model.gamma", "0.5", "--run_name", "short")
     assert code == 0, err
-    assert "logs/PPO-CartPole-v1/version_1/checkpoints/last.ckpt" in out
+    assert "logs/PPO-CartPole-v1/version_1_short/checkpoints/last.ckpt" in out
     second = files()
-    assert {path: second[path] for path in first} == first and runs / "version_1/checkpoints/last.ckpt" in second
+    assert {path: second[path] for path in first} == first and runs / "version_1_short/checkpoints/last.ckpt" in second
     code, out, err = rl("fit", *alone, "--model.gamma", "0.5", "--data.total_timesteps", "1536", "--resume")
     assert code == 0, err
-    assert "resuming from logs/PPO-CartPole-v1/version_1/checkpoints/last.ckpt (1,024 transitions)" in out
+    assert "resuming from logs/PPO-CartPole-v1/version_1_short/checkpoints/last.ckpt (1,024 transitions)" in out
     third = files()
     assert {path: third[path] for path in first} == first and set(third) >= set(second)
-    assert {path.parts[2] for path in third} == {"version_0", "version_1"}
+    assert {path.parts[2] for path in third} == {"version_0", "version_1_short"}
     code, _, err = rl("fit", "--config", str(runs / "version_0/config.yaml"))
     assert code == 0, err
     assert Path(runs / "version_2/checkpoints/last.ckpt").is_file()
@@ -491,7 +491,7 @@ def test_a_run_that_reaches_its_time_limit_says_so(rl: Any) -> None:
 def test_runs_that_start_together_have_a_folder_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each run looks for the next number before any of them has written."""
     monkeypatch.chdir(tmp_path)
-    trainers = [L.Trainer(logger=[TensorBoardLogger("logs", "x"), CSVLogger("csv", "x")][:n], accelerator="cpu",
+    trainers = [Trainer(logger=[TensorBoardLogger("logs", "x"), CSVLogger("csv", "x")][:n], accelerator="cpu",
                           enable_progress_bar=False) for n in (1, 2, 1)]  # fmt: skip
     for trainer in trainers:
         number_alike(trainer)
