@@ -15,7 +15,7 @@ from pathlib import Path
 
 from datamodules.language.worlds import WORLDS, OneCall, demonstrations
 from recipes.cli.options import Parser
-from recipes.pipeline import Pipeline, measured, run_command, stage_options, write_jsonl, writing_options
+from recipes.pipeline import Pipeline, run_command, stage_options, write_jsonl, writing_options
 from rl_modules.language.tokenizer import character_tokenizer
 
 STAGES = ("sft", "grpo", "evaluation")
@@ -87,7 +87,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
     def measure(name: str, model: Path) -> None:
         arguments = {**judge, "model.model_name_or_path": str(model)}
-        rows[name] = measured(pipeline, f"{name}_evaluation", given.grpo, arguments, [model.parent])
+        rows[name] = pipeline.measure(f"{name}_evaluation", given.grpo, arguments, [model.parent])
 
     model = pipeline.fit(
         "sft",

@@ -14,7 +14,7 @@ import rl_modules
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
 from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
-from recipes.callbacks.pictures import action_directions, draw_values
+from recipes.callbacks.pictures import action_directions
 from recipes.cli.options import Parser
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
@@ -33,10 +33,9 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to compare with the solution")
     parser.add_argument("--gamma", type=float, help="discount γ; default: the checkpoint's, or 0.99")
     parser.add_argument("--max_episode_steps", type=int, help="time limit; default: the environment's own")
-    parser.add_argument("--picture", help="write the solution's value map to this PNG file")
     try:
         options = parser.parse_args(args)
-        solve(options.env_id, options.ckpt_path, options.gamma, options.max_episode_steps, options.picture)
+        solve(options.env_id, options.ckpt_path, options.gamma, options.max_episode_steps)
     except ValueError as error:  # a UsageError, or what the functional core refuses
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
@@ -47,7 +46,6 @@ def solve(
     ckpt_path: str | None = None,
     gamma: float | None = None,
     max_episode_steps: int | None = None,
-    picture: str | None = None,
 ) -> Tensor:
     """Solves an environment by value iteration over its own transition table, and prints the solution."""
     agent, saved = (None, {}) if ckpt_path is None else _load(ckpt_path)
@@ -79,8 +77,6 @@ def solve(
         )
     q = F.value_iteration(model.transition, model.reward, gamma)[: model.states]
     _report(str(env_id), model, q, gamma, agent)
-    if picture is not None:
-        _write_picture(picture, q, model, f"{env_id}, exact, γ = {gamma:g}")
     return q
 
 
@@ -143,15 +139,6 @@ def _table(model: TransitionModel, q: Tensor) -> list[str]:
         for s in range(model.states)
     ]
     return ["".join(cells[row * columns : (row + 1) * columns]) for row in range(len(model.cells))]
-
-
-def _write_picture(path: str, q: Tensor, model: TransitionModel, title: str) -> None:
-    if model.cells is None:
-        raise UsageError(f"picture={path!r}: only grid worlds can be drawn")
-    from PIL import Image
-
-    Image.fromarray(draw_values(q, model, (title,))).save(path)
-    print(f"\npicture: {path}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from recipes.cli.options import Parser
 from recipes.pipeline import run_command, write_jsonl
 from recipes.program import end_if_missed
 from recipes.trainer import Trainer
-from rl_modules.common.errors import naming
 
 if TYPE_CHECKING:
     from rl_modules.language.policy import LanguagePolicy
@@ -187,8 +186,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace]:
 def run(given: argparse.Namespace) -> None:
     """Trains all; prints the last regret of each."""
     folder = Path(given.folder)
-    with naming(f"folder={given.folder!r}"):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     model = transition_model(gym.make("Maze-v0", max_episode_steps=HORIZON))
     assert model is not None
     best = model.optimal_return()

@@ -19,8 +19,8 @@ from recipes import configs
 from recipes.callbacks import curves
 from recipes.cli import main
 from recipes.cli.lightning_cli import RLCLI
-from recipes.terminal import quiet
-from rl_modules.common.errors import UsageError, did_you_mean, naming
+from recipes.terminal import one_sentence, quiet
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 from rl_modules.core.seams import check_pairing
 from rl_modules.language.precision import adopt_precision
@@ -34,8 +34,7 @@ class Pipeline:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        with naming(f"folder={str(folder)!r}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
 
@@ -126,14 +125,15 @@ class Pipeline:
         settings = {"config": configs.find(config).read_text("utf-8"), "arguments": given}
         return self.stage(name, run, ("model", "run"), settings, after) / "model"
 
-    def evaluate(
-        self, name: str, run: Callable[[], dict[str, float]], settings: Any = None, after: Sequence[Path] = ()
+    def measure(
+        self, name: str, config: str, arguments: dict[str, str], after: Sequence[Path] = ()
     ) -> dict[str, float]:
-        """Runs a stage that measures; returns the metrics, which ``metrics.json`` holds."""
+        """Runs a stage of ``rl test`` on held-out records; returns the metrics, which ``metrics.json`` holds."""
 
         def write(folder: Path) -> None:
-            (folder / "metrics.json").write_text(json.dumps(run(), indent=1), "utf-8")
+            (folder / "metrics.json").write_text(json.dumps(evaluate(config, arguments), indent=1), "utf-8")
 
+        settings = {"config": configs.text(config), "arguments": arguments}
         folder = self.stage(name, write, ("metrics.json",), settings, after)
         return json.loads((folder / "metrics.json").read_text("utf-8"))
 
@@ -249,11 +249,8 @@ PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
     """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages."""
     quiet()
-    try:
+    with one_sentence():
         run(*parse(sys.argv[1:] if args is None else args))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
 
 
 def stage_options(
@@ -341,14 +338,6 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
         cli = RLCLI("test", rl_words(config, in_one_process(arguments)))
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
     return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
-
-
-def measured(
-    pipeline: Pipeline, name: str, config: str, arguments: dict[str, str], after: Sequence[Path]
-) -> dict[str, float]:
-    """Runs the stage ``name``, an evaluation by a config with some options, and returns its metrics."""
-    settings = {"config": configs.text(config), "arguments": arguments}
-    return pipeline.evaluate(name, lambda: evaluate(config, arguments), settings, after)
 
 
 @dataclass(frozen=True)

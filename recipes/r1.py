@@ -20,7 +20,6 @@ from recipes.pipeline import (
     Pipeline,
     check_stages,
     load_policy,
-    measured,
     run_command,
     stage_options,
     write_jsonl,
@@ -77,7 +76,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     def measure(name: str) -> None:
         first = {key: value for key, value in options["grpo"].items() if key in MODEL}
         arguments = {**first, **judge} if model is None else {**judge, "model.model_name_or_path": str(model)}
-        rows[name] = measured(pipeline, f"{name}_evaluation", given.grpo, arguments, done)
+        rows[name] = pipeline.measure(f"{name}_evaluation", given.grpo, arguments, done)
 
     if given.cold_start != "none":
         model = pipeline.fit("cold_start", given.cold_start, {**seed, **options["cold_start"]})

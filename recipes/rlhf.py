@@ -28,7 +28,6 @@ from recipes.pipeline import (
     Pipeline,
     check_stages,
     load_policy,
-    measured,
     run_command,
     stage_options,
     write_jsonl,
@@ -114,7 +113,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
             **writing_options(options["ppo"]),
             **options["evaluation"],
         }
-        rows[name] = measured(pipeline, f"{stage or name}_evaluation", given.ppo, arguments, after)
+        rows[name] = pipeline.measure(f"{stage or name}_evaluation", given.ppo, arguments, after)
 
     if given.preferences == "dpo":
         measure("sft", sft, done, "sft_alone")
@@ -136,7 +135,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         # The evaluation runs in this process, so it leaves out options that set the number of training processes.
         arguments = {key: value for key, value in judging.items() if key not in PROCESSES}
         arguments["model.model_name_or_path"] = str(judged)
-        rows["reward_model"] = measured(pipeline, "reward_model_evaluation", given.reward_model, arguments, done)
+        rows["reward_model"] = pipeline.measure("reward_model_evaluation", given.reward_model, arguments, done)
         trained = ["reward_model", "ppo"]
     add_earlier(pipeline, rows, pairs)
     summarise(pipeline, rows, trained)

@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_protocol(item, nextitem):
     if NOTES is None:
         return (yield)
-    NOTES.asked.clear()
+    NOTES.was_asked = False
     result = yield
     NOTES.write(item)
     return result

@@ -154,7 +154,13 @@ def run_trial(sweep: Sweep, study: optuna.Study, trial: Trial, folder: Path) -> 
     try:
         if missing := sweep.ranges.keys() - trial.params.keys():
             raise UsageError(f"killed before it had drawn {', '.join(missing)}")
-        value = fmean(run_seed(sweep, trial, run_folder, index) for index in range(sweep.seeds))
+        done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        if (earlier := next((one for one in done if one.params == trial.params), None)) is not None:
+            value = earlier.value
+            for step, reported in earlier.intermediate_values.items():
+                trial.report(reported, step)
+        else:
+            value = fmean(run_seed(sweep, trial, run_folder, index) for index in range(sweep.seeds))
         state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
     except optuna.TrialPruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"

@@ -85,7 +85,6 @@ def test_a_checkpoint_that_learned_nothing_is_not_called_right(tmp_path, capsys)
             ["--ckpt_path", "pyproject.toml"],
             "ckpt_path='pyproject.toml' is damaged: it is cut off, or not a checkpoint",
         ),
-        (["--env_id", "Taxi-v4", "--picture", "a.png"], "only grid worlds"),
     ],
 )
 def test_bad_input_gets_one_sentence(arguments, message, capsys):

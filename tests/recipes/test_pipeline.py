@@ -80,11 +80,12 @@ def test_a_stage_without_its_outputs_is_an_error(tmp_path):
         Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt", "b.txt"])
 
 
-def test_measurements_are_kept(tmp_path):
+def test_measurements_are_kept(tmp_path, monkeypatch):
     calls = []
+    monkeypatch.setattr("recipes.pipeline.evaluate", lambda *given: calls.append(given) or {"eval/pass@1": 0.5})
     for _ in range(2):
-        found = Pipeline(tmp_path).evaluate("e", lambda: calls.append(0) or {"eval/pass@1": 0.5})
-    assert found == {"eval/pass@1": 0.5} and len(calls) == 1
+        found = Pipeline(tmp_path).measure("e", "r1/grpo.yaml", {"model.beta": "1"})
+    assert found == {"eval/pass@1": 0.5} and calls == [("r1/grpo.yaml", {"model.beta": "1"})]
 
 
 def test_the_table_has_a_row_per_stage(tmp_path, capsys):

@@ -67,7 +67,7 @@ def test_pairs_are_of_the_best_and_the_worst():
       "--grpo.data.path=sums.jsonl", "--grpo.data.reward_funcs=exact_answer", "--grpo.model.reward_weights=null"],
      r"sums\.jsonl is no task, whose training prompts"),
     (["--final", "r1/final.yml"], "config 'r1/final.yml' is neither a file nor an installed config"),
-    (["--folder", "taken"], "folder='taken': FileExistsError"),
+    (["--folder", "taken"], "File exists: 'taken'"),
     (["--seed", "-1"], "stage cold_start: seed_everything=-1 must lie in"),
 ])  # fmt: skip
 def test_refused_arguments(words, sentence, tmp_path, monkeypatch, capsys):

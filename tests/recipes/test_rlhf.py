@@ -213,8 +213,8 @@ def noted(tmp_path, monkeypatch):
         return self.folder / name
 
     monkeypatch.setattr(Pipeline, "stage", stage)
-    monkeypatch.setattr(Pipeline, "evaluate", lambda self, name, run, settings, after: stage(
-        self, name, run, (), settings) and {"eval/pass@1": 0.0})  # fmt: skip
+    monkeypatch.setattr(Pipeline, "measure", lambda self, name, config, arguments, after: stage(
+        self, name, None, (), {"arguments": arguments}) and {"eval/pass@1": 0.0})  # fmt: skip
     for name in ("table", "curves"):
         monkeypatch.setattr(Pipeline, name, lambda *_: None)
     monkeypatch.setattr(rlhf, "summarise", lambda *_: None)
@@ -251,13 +251,13 @@ def test_a_reward_model_that_trains_on_two_devices_is_evaluated_on_one(noted):
 
 def test_every_row_with_the_reward_models_score_depends_on_its_stage(noted, monkeypatch):
     """Another reward model gives other scores; a row of the old one would stand beside them."""
-    read, evaluate = {}, Pipeline.evaluate
+    read, measure = {}, Pipeline.measure
 
-    def noting(self, name, run, settings, after):
+    def noting(self, name, config, arguments, after):
         read[name] = {path.name for path in after}
-        return evaluate(self, name, run, settings, after)
+        return measure(self, name, config, arguments, after)
 
-    monkeypatch.setattr(Pipeline, "evaluate", noting)
+    monkeypatch.setattr(Pipeline, "measure", noting)
     rlhf.run(*rlhf.parse([]))
     stages = {"sft", "preferences", "reward_model"}
     assert read == {"sft_evaluation": stages, "ppo_evaluation": {*stages, "ppo"}, "reward_model_evaluation": stages}

@@ -423,16 +423,3 @@ def test_continuous_actions_are_refused_with_the_algorithms_that_fit():
     message = r"action space must be Discrete, not Box\(-2.0, 2.0, \(1,\), float32\); REINFORCE, A2C, TRPO and PPO fit"
     with pytest.raises(UsageError, match=message):
         fit(DQN(), replay("Pendulum-v1"))
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
-    ({"tau": 0.0}, r"tau=0.0 must lie in \(0, 1\]"),
-    ({"exploration_fraction": 0.0}, r"exploration_fraction=0.0 must lie in \(0, 1\]"),
-    ({"exploration_final_eps": -0.1}, r"exploration_final_eps=-0.1 must lie in \[0, 1\]"),
-    ({"target_update_interval": 0}, "target_update_interval=0 must be at least 1"),
-    ({"loss": "l1"}, "loss='l1' must be one of huber, mse"),
-])  # fmt: skip
-def test_arguments_that_can_not_be_used(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        DQN(**arguments)

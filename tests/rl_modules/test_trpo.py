@@ -283,25 +283,6 @@ def test_a_target_kl_that_is_no_schedule_is_named(value: Any) -> None:
         TRPO(target_kl=value)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("gamma", 2.0),
-        ("gae_lambda", -0.1),
-        ("target_kl", 0.0),
-        ("cg_max_steps", 0),
-        ("cg_damping", -1.0),
-        ("line_search_shrinking_factor", 1.0),
-        ("line_search_max_iter", 0),
-        ("n_critic_updates", 0),
-        ("batch_size", 0),
-    ],
-)
-def test_bad_arguments_are_named(argument: str, value: float) -> None:
-    with pytest.raises(UsageError, match=f"{argument}={value}"):
-        TRPO(**{argument: value})
-
-
 def test_minibatches_of_a_rollout_are_refused() -> None:
     with pytest.raises(UsageError, match="n_epochs=1 and batch_size=None"):
         fit(TRPO(), rollouts("CartPole-v1", n_envs=2, n_steps=16, n_epochs=10), max_epochs=1)

@@ -552,6 +552,13 @@ def test_a_changed_file_goes_on_after_failed_trials(sweep, monkeypatch):
     assert "has a sweep with other settings" in sweep(**{**changed, "mode": "max"})[2]
 
 
+def test_settings_that_were_drawn_before_run_nothing(sweep, monkeypatch):
+    ran = []
+    monkeypatch.setattr(sweep_module, "run_once", lambda *given: ran.append(given[2]) or 7.0)
+    assert sweep(seeds=1, search={"model.net_arch": {"values": [[8]]}})[0] == 0
+    assert ran == [1000] and [trial.value for trial in trials()] == [7.0, 7.0]
+
+
 @pytest.mark.long
 def test_a_trial_that_is_too_large_for_the_gpu_is_a_failed_one(sweep, monkeypatch):
     """Resuming it would end the sweep again."""
