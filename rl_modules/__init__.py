@@ -11,6 +11,7 @@ from rl_modules.common.foreign_names import refuse_import
 #: Names by the file that has them.
 _MODULES = {
     "a2c": ["A2C"],
+    "ars": ["ARS"],
     "c51": ["C51"],
     "crossq": ["CrossQ"],
     "dqn": ["DQN"],
@@ -39,6 +40,7 @@ _EXPORTS = {name: f"rl_modules.{module}" for module, names in _MODULES.items() f
 
 __all__ = [
     "A2C",
+    "ARS",
     "C51",
     "DDPG",
     "DPO",
@@ -70,6 +72,7 @@ CONTROL = [name for name in __all__ if not _EXPORTS[name].startswith("rl_modules
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
+    from rl_modules.ars import ARS
     from rl_modules.c51 import C51
     from rl_modules.crossq import CrossQ
     from rl_modules.dqn import DQN

@@ -237,7 +237,8 @@ class ExperienceSource(Protocol):
 class RolloutSource(ExperienceSource, Protocol):
     """The additional interface that an on-policy algorithm uses."""
 
-    #: Transitions per minibatch.
+    #: Environments that are stepped together, and transitions per minibatch.
+    n_envs: int
     batch_size: int
     #: Rows of the present minibatch over the mean of those whose gradients one optimizer step accumulates.
     minibatch_weight: float

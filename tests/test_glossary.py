@@ -10,6 +10,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import (
     A2C,
+    ARS,
     C51,
     DDPG,
     DQN,
@@ -36,6 +37,7 @@ RUNS = {
     "DQN": (DQN, ReplayDataModule, {"learning_starts": 16}),
     "QRDQN": (lambda: QRDQN(n_quantiles=5), ReplayDataModule, {"learning_starts": 16}),
     "C51": (lambda: C51(n_atoms=5), ReplayDataModule, {"learning_starts": 16}),
+    "ARS": (lambda: ARS(n_delta=1, delta_std="lin_0.1"), RolloutDataModule, {"n_envs": 2}),
     "PQN": (PQN, RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}),
     "RecurrentA2C": (lambda: RecurrentA2C(lstm_hidden_size=8), RolloutDataModule, WHOLE),
     "RecurrentPPO": (

@@ -190,6 +190,7 @@ COUNTERPARTS = {
                       for name in ("PPO", "A2C", "TRPO", "RecurrentPPO", "MaskablePPO")},
         "off-policy": {name: (getattr(rl_modules, name), datamodules.ReplayDataModule)
                        for name in ("DQN", "QRDQN", "SAC", "TQC", "CrossQ", "TD3", "DDPG")},
+        "random search": {"ARS": (rl_modules.ARS, datamodules.RolloutDataModule)},
     },
     "from_trl.md": {
         "trained": {
@@ -236,7 +237,7 @@ def peer_arguments(page: str, kind: str) -> dict[str, dict[str, Any]]:
     base, contrib = (pytest.importorskip(name, reason="needs the bench extra")
                      for name in ("stable_baselines3", "sb3_contrib"))  # fmt: skip
     names = [name for group in COUNTERPARTS[page].values() for name in group]
-    algorithms = {name: getattr(base, name, None) or getattr(contrib, name) for name in [*names, "ARS"]}
+    algorithms = {name: getattr(base, name, None) or getattr(contrib, name) for name in names}
     if kind == "argument":
         return {name: parameters(cls) for name, cls in algorithms.items()}
     if kind == "key of policy_kwargs":
@@ -358,7 +359,7 @@ def test_what_the_page_names_here_exists(page: str, kind: str) -> None:
         known = known_here(page, owner)
         if here.startswith("the same name"):
             assert name in known, f"{owner} has no {name} here"
-        if owner not in ("ARS", "Distillation"):  # of which nothing is here
+        if owner not in ("ARS", "Distillation"):  # of which nothing is here, or which has no network of its own
             for code in re.findall(r"`([^`]+)`", here):
                 check_code(code, known)
 

@@ -27,6 +27,7 @@ _MODULES = {
     "maximum_entropy": ["soft_q_target", "squashed_gaussian_log_prob"],
     "kl_penalty": ["adapt_kl_coefficient", "ppo_penalty_loss"],
     "policy": ["approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss"],
+    "random_search": ["random_search_direction"],
     "reductions": ["masked_mean", "masked_whiten"],
     "returns": ["discounted_returns", "n_step_returns"],
     "rlhf": ["bradley_terry_loss", "proportional_kl_coefficient", "rlhf_rewards", "soft_overlong_punishment"],
@@ -72,6 +73,7 @@ __all__ = [
     "ppo_penalty_loss",
     "proportional_kl_coefficient",
     "quantile_huber_loss",
+    "random_search_direction",
     "rlhf_rewards",
     "rloo_advantages",
     "simpo_loss",
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
     from rl_modules.functional.linalg import conjugate_gradient
     from rl_modules.functional.maximum_entropy import soft_q_target, squashed_gaussian_log_prob
     from rl_modules.functional.policy import approx_kl, clip_fraction, policy_gradient_loss, ppo_clip_loss
+    from rl_modules.functional.random_search import random_search_direction
     from rl_modules.functional.reductions import masked_mean, masked_whiten
     from rl_modules.functional.returns import discounted_returns, n_step_returns
     from rl_modules.functional.rlhf import (

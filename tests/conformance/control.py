@@ -91,6 +91,7 @@ CASES = [
     Case("SAC", model={"net_arch": [32, 32], "layer_norm": True, "n_critics": 3,
                        "target_subset": 2, "policy_delay": 2}, label="redq", **SWING),
     Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
+    Case("ARS", model={"n_delta": 2}, data={"n_envs": 3}, is_manual=True),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),

@@ -11,6 +11,7 @@ from datamodules import (
 )
 from rl_modules import (
     A2C,
+    ARS,
     C51,
     DDPG,
     DPO,
@@ -76,6 +77,7 @@ REINFORCE(psi="baseline")
 RecurrentPPO(lstm_hidden_size=64, burn_in=4)
 RecurrentA2C(rnn="gru")
 PQN(q_lambda=0.5)
+ARS(n_delta=4, delta_std="lin_0.05")
 DQN(double=True, noisy=True, exploration_fraction=0.2)
 QRDQN(n_quantiles=50, dueling=True)
 C51(n_atoms=21, v_max=100)
