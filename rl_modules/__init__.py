@@ -14,6 +14,7 @@ _MODULES = {
     "ars": ["ARS"],
     "c51": ["C51"],
     "crossq": ["CrossQ"],
+    "discrete_sac": ["DiscreteSAC"],
     "dqn": ["DQN"],
     "language.distillation": ["Distillation"],
     "language.dpo": ["DPO"],
@@ -60,6 +61,7 @@ __all__ = [
     "TQC",
     "TRPO",
     "CrossQ",
+    "DiscreteSAC",
     "Distillation",
     "MonteCarlo",
     "QLearning",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from rl_modules.ars import ARS
     from rl_modules.c51 import C51
     from rl_modules.crossq import CrossQ
+    from rl_modules.discrete_sac import DiscreteSAC
     from rl_modules.dqn import DQN
     from rl_modules.language.distillation import Distillation
     from rl_modules.language.dpo import DPO

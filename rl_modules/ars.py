@@ -110,17 +110,17 @@ class ARS(ControlModule):
 
     #: Of the perturbations.
     generator: torch.Generator = persistent(lambda m: generator_of(m.source.seed, 0, "perturbations"))
-    #: δ, [n_delta, P], and the σ with which their candidates play.
-    deltas: Tensor = persistent(lambda m: m.perturbations())
-    played_std: float = persistent(lambda m: m.delta_std)
+    #: δ, [n_delta, P], and the σ with which their candidates play; None: not drawn yet.
+    deltas: Tensor = persistent()
+    played_std: float = persistent(0.0)
     #: Of each candidate, first all θ + σ δ: the sum of its episodes' returns and their number, [2 n_delta].
-    returns: Tensor = persistent(lambda m: torch.zeros(2 * m.n_delta, dtype=torch.float64))
-    n_episodes: Tensor = persistent(lambda m: torch.zeros(2 * m.n_delta, dtype=torch.int64))
+    returns: Tensor = persistent()
+    n_episodes: Tensor = persistent()
     #: Of each environment: its candidate, -1 for θ; whether an episode begins; its return and discount so far, [N].
-    playing: Tensor = persistent(lambda m: torch.full((m.n_envs,), -1))
-    begins: Tensor = persistent(lambda m: torch.ones(m.n_envs, dtype=torch.bool))
-    running: Tensor = persistent(lambda m: torch.zeros(m.n_envs, dtype=torch.float64))
-    discount: Tensor = persistent(lambda m: torch.ones(m.n_envs, dtype=torch.float64))
+    playing: Tensor = persistent()
+    begins: Tensor = persistent()
+    running: Tensor = persistent()
+    discount: Tensor = persistent()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,6 +193,12 @@ class ARS(ControlModule):
         size = sum(p.numel() for p in self.network.parameters())
         return torch.randn((self.n_delta, size), generator=self.generator).to(self.device)
 
+    def begin_population(self) -> None:
+        """Draws new candidates, which have not played."""
+        self.deltas, self.played_std = self.perturbations(), self.delta_std
+        self.returns = torch.zeros(2 * self.n_delta, dtype=torch.float64)
+        self.n_episodes = torch.zeros(2 * self.n_delta, dtype=torch.int64)
+
     def candidates(self) -> Tensor:
         """Returns the weights θ + σ δ, θ - σ δ and, last, θ, [2 n_delta + 1, P]."""
         center = parameters_to_vector(self.network.parameters()).detach()
@@ -201,9 +207,13 @@ class ARS(ControlModule):
 
     def assign(self) -> None:
         """Gives each environment in which an episode begins the next candidate that needs one, or θ."""
-        if len(self.playing) != self.n_envs:  # resumed with another number
-            for name in ("playing", "begins", "running", "discount"):
-                vars(self).pop(name)
+        if self.deltas is None or len(self.deltas) != self.n_delta:
+            self.begin_population()
+        if self.playing is None or len(self.playing) != self.n_envs:
+            self.playing = torch.full((self.n_envs,), -1)
+            self.begins = torch.ones(self.n_envs, dtype=torch.bool)
+            self.running = torch.zeros(self.n_envs, dtype=torch.float64)
+            self.discount = torch.ones(self.n_envs, dtype=torch.float64)
         for i in self.begins.nonzero()[:, 0].tolist():
             others = self.playing[~self.begins & (self.playing >= 0)]
             missing = self.n_episodes + others.bincount(minlength=2 * self.n_delta) < self.n_eval_episodes
@@ -239,8 +249,7 @@ class ARS(ControlModule):
         direction = F.random_search_direction(self.deltas, plus, minus, self.n_top)
         self.ascend(direction)
         self.record(return_std=self.returns.std())
-        self.deltas, self.played_std = self.perturbations(), self.delta_std
-        self.returns, self.n_episodes = torch.zeros_like(self.returns), torch.zeros_like(self.n_episodes)
+        self.begin_population()
 
     def ascend(self, direction: Tensor) -> None:
         """Takes one step of the optimizer along a direction of the weights, [P]."""

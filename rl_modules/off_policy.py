@@ -39,7 +39,7 @@ class OffPolicyActorCritic(ControlModule):
     them, and it leaves the others as they are.
     """
 
-    supported_action_spaces = (spaces.Box,)
+    supported_action_spaces: ClassVar[tuple[type[spaces.Space], ...]] = (spaces.Box,)
     experience = REPLAY_EVERY_STEP
     target_network: Any = made()
     #: Hidden widths where ``net_arch`` is None.

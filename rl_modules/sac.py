@@ -110,13 +110,17 @@ class SAC(OffPolicyActorCritic):
 
     def build_network(self) -> None:
         super().build_network()
+        self.begin_ent_coef(-float(self.network.bounds.width))
+
+    def begin_ent_coef(self, auto: float) -> None:
+        """Makes the parameter of a learned α; ``auto``: the target of the entropy where none is given, in nats."""
         self.log_ent_coef = None
         if self.learns_ent_coef:
             start = torch.tensor(math.log(self.initial_ent_coef), dtype=torch.float32)
             self.log_ent_coef = torch.nn.Parameter(start)
         given = self.hparams["target_entropy"]
         #: Entropy that a learned α holds the policy at, in nats.
-        self.target_entropy = -float(self.network.bounds.width) if given == "auto" else float(given)
+        self.target_entropy = auto if given == "auto" else float(given)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
         if self.use_sde:

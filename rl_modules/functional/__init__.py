@@ -24,7 +24,7 @@ _MODULES = {
     "importance": ["importance_weights"],
     "kl": ["kl_estimate"],
     "linalg": ["conjugate_gradient"],
-    "maximum_entropy": ["soft_q_target", "squashed_gaussian_log_prob"],
+    "maximum_entropy": ["soft_q_target", "soft_value", "squashed_gaussian_log_prob"],
     "kl_penalty": ["adapt_kl_coefficient", "ppo_penalty_loss"],
     "policy": ["approx_kl", "clip_fraction", "policy_gradient_loss", "ppo_clip_loss"],
     "random_search": ["random_search_direction"],
@@ -79,6 +79,7 @@ __all__ = [
     "simpo_loss",
     "soft_overlong_punishment",
     "soft_q_target",
+    "soft_value",
     "squashed_gaussian_log_prob",
     "td_loss",
     "token_entropy",
@@ -106,7 +107,7 @@ if TYPE_CHECKING:
     from rl_modules.functional.kl import kl_estimate
     from rl_modules.functional.kl_penalty import adapt_kl_coefficient, ppo_penalty_loss
     from rl_modules.functional.linalg import conjugate_gradient
-    from rl_modules.functional.maximum_entropy import soft_q_target, squashed_gaussian_log_prob
+    from rl_modules.functional.maximum_entropy import soft_q_target, soft_value, squashed_gaussian_log_prob
     from rl_modules.functional.policy import approx_kl, clip_fraction, policy_gradient_loss, ppo_clip_loss
     from rl_modules.functional.random_search import random_search_direction
     from rl_modules.functional.reductions import masked_mean, masked_whiten

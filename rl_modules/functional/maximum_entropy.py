@@ -66,6 +66,28 @@ def soft_q_target(
     return as_constant(reward) + gamma * torch.where(terminated.bool(), 0.0, soft_value)
 
 
+def soft_value(q: Tensor, log_prob: Tensor, alpha: float | Tensor) -> Tensor:
+    """The soft value of a state from the values of its actions.
+
+    V(s) = Σ_a π(a|s) (Q(s, a) - α log π(a|s))
+
+    Args:
+        q: Q(s, ·), shape (B, A), in units of reward.
+        log_prob: log π(·|s) in nats, shape (B, A). Receives gradient.
+        alpha: α, the entropy's weight in units of reward per nat: a number or a scalar tensor.
+
+    Returns:
+        V, shape (B,), in units of reward. Of all policies softmax(Q / α) has the largest, α log Σ_a exp(Q(s, a) / α).
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Christodoulou 2019, arXiv:1910.07207, eq. 10; its negative is the policy's loss, eq. 12.
+    """
+    require_same_shape(q=q, log_prob=log_prob)
+    return (log_prob.exp() * (q - alpha * log_prob)).sum(-1)
+
+
 def squashed_gaussian_log_prob(mean: Tensor, log_std: Tensor, pre_tanh: Tensor) -> Tensor:
     """The log-density of an action a = tanh(u) with u from a diagonal Gaussian, computed from u.
 

@@ -195,12 +195,13 @@ class Critics(nn.Module):
 
 
 class PolicyAndCritics(nn.Module):
-    """The network of an off-policy algorithm: a policy, its critics, and the bounds of the actions."""
+    """The network of an off-policy algorithm: a policy, its critics, and the bounds of real actions."""
 
     policy: Any
     critics: Critics
+    bounds: Any
 
-    def __init__(self, policy: nn.Module, critics: Critics, bounds: ActionBounds) -> None:
+    def __init__(self, policy: nn.Module, critics: Critics, bounds: ActionBounds | None) -> None:
         super().__init__()
         self.policy = policy
         self.critics = critics

@@ -23,6 +23,35 @@ def make_short_maze() -> gym.Env:
     return gym.make("Maze-v0", max_episode_steps=10)
 
 
+class Guess(gym.Env):
+    """Episodes of two steps, whose rewards are squared distances of the action from the observation."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def _observe(self) -> np.ndarray:
+        self.seen = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.seen
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward = -float(np.square(action - self.seen).sum())
+        self.t += 1
+        return self._observe(), reward, self.t == 2, False, {}
+
+
+def make_guess() -> gym.Env:
+    return Guess()
+
+
+def make_other_guess() -> gym.Env:
+    return gym.wrappers.TimeLimit(Guess(), 1)
+
+
 class Counting(VectorEnv):
     """A vector that somebody else made: N counters that end after five steps, in the next-step mode."""
 

@@ -19,9 +19,9 @@ from tests.marks import quick
 
 CONTROL = {
     "ppo": ("PPO", 512), "a2c": ("A2C", 4000), "trpo": ("TRPO", 1024), "reinforce": ("REINFORCE", 1024),
-    "qrdqn": ("QRDQN", 1512), "c51": ("C51", 1512), "pqn": ("PQN", 1024), "ars": ("ARS", 512), "recurrent_ppo": ("RecurrentPPO", 1024),
+    "qrdqn": ("QRDQN", 1512), "c51": ("C51", 1512), "pqn": ("PQN", 1024), "recurrent_ppo": ("RecurrentPPO", 1024),
     "dqn": ("DQN", 1512), "monte_carlo": ("MonteCarlo", 2048), "sarsa": ("SARSA", 800),
-    "q_learning": ("QLearning", 2048),
+    "q_learning": ("QLearning", 2048), "ars": ("ARS", 512),
     "ddpg": ("DDPG", 300), "td3": ("TD3", 300), "sac": ("SAC", 300), "tqc": ("TQC", 300), "crossq": ("CrossQ", 300),
 }  # fmt: skip
 LANGUAGE: dict[str, dict[str, int]] = {
