@@ -24,6 +24,7 @@ from rl_modules import (
     TQC,
     TRPO,
     CrossQ,
+    DiscreteSAC,
     RecurrentA2C,
     RecurrentPPO,
 )  # fmt: skip
@@ -38,6 +39,7 @@ RUNS = {
     "QRDQN": (lambda: QRDQN(n_quantiles=5), ReplayDataModule, {"learning_starts": 16}),
     "C51": (lambda: C51(n_atoms=5), ReplayDataModule, {"learning_starts": 16}),
     "ARS": (lambda: ARS(n_delta=1, delta_std="lin_0.1"), RolloutDataModule, {"n_envs": 2}),
+    "DiscreteSAC": (DiscreteSAC, ReplayDataModule, {"learning_starts": 16, "batch_size": 8}),
     "PQN": (PQN, RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}),
     "RecurrentA2C": (lambda: RecurrentA2C(lstm_hidden_size=8), RolloutDataModule, WHOLE),
     "RecurrentPPO": (

@@ -31,6 +31,7 @@ from rl_modules import (
     TQC,
     TRPO,
     CrossQ,
+    DiscreteSAC,
     Distillation,
     MonteCarlo,
     QLearning,
@@ -82,6 +83,7 @@ DQN(double=True, noisy=True, exploration_fraction=0.2)
 QRDQN(n_quantiles=50, dueling=True)
 C51(n_atoms=21, v_max=100)
 SAC(ent_coef="auto_0.1", target_entropy=-3.0)
+DiscreteSAC(target_entropy=0.3, learning_rate=lambda left: 1e-3 * left)
 TD3(policy_delay=2, action_noise={"class_path": "NormalActionNoise", "init_args": {"sigma": 0.1}})
 DDPG(tau=0.01)
 TQC(n_quantiles=25, top_quantiles_to_drop_per_net=2)
