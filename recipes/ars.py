@@ -1,6 +1,6 @@
 """ARS on CartPole-v1: a linear policy of eight weights, found from returns alone.
 
-python -m recipes.ars        runs this program, 15 s on one CPU core
+python -m recipes.ars        runs this program, 40 s on one CPU core
 python -m recipes.ars fit    trains with configs/ars/cartpole.yaml through the command line
 """
 

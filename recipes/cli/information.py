@@ -56,7 +56,8 @@ options of fit, validate, test, predict and record:
   --version                print the version: rl --version
 
 Every algorithm but DiscreteSAC, RecurrentA2C, DPO, KTO, RLOO and Distillation has a short Python program:
-python -m recipes.ppo. With a command it is rl with a default config (dpo, kto, rloo and distillation too): python -m recipes.ppo fit
+python -m recipes.ppo. With a command it is rl with a default config (dpo, kto, rloo and distillation too):
+python -m recipes.ppo fit
 """
 
 _RUN = {"type": Path, "help": "folder of the run, for example logs/PPO-CartPole-v1/version_0"}
