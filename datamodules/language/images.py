@@ -56,7 +56,8 @@ def with_images(row: Record, place: str, folder: Path | None) -> Record:
         if first is None:
             raise refuse(place, "images", "belong to no user's message; give a prompt, or messages with one")
         first["content"] = [*({"type": "image"} for _ in images), *_as_parts(first["content"])]
-    places = sum(map(_is_image, _parts(row)))
+    # The rejected answer is to the same prompt, which it may begin with.
+    places = sum(map(_is_image, _parts({name: value for name, value in row.items() if name != "rejected"})))
     if places != len(images):
         raise refuse(
             place, "images", f"has {len(images)} images for {places} places in the messages; give one for each"

@@ -182,8 +182,8 @@ class RecordLoading(LanguageArguments):
         """Refuses images where the module or this datamodule's settings can't have them."""
         if not getattr(self.policy, "takes_images", False):
             raise UsageError(
-                f"{self.source} has images, which {type(self.policy).__name__} does not learn from; SFT, GRPO and RLOO "
-                "do, or leave the column out"
+                f"{self.source} has images, from which {type(self.policy).__name__} does not learn; SFT, DPO, KTO, "
+                "GRPO and RLOO do, or leave the column out"
             )
 
     def row_images(self, records: Sequence[Record]) -> "list[RowImages] | None":

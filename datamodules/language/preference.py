@@ -179,6 +179,11 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             )
         return as_preference(row, place)
 
+    def require_images(self) -> None:
+        super().require_images()
+        if self.packing:
+            notice(f"{self.source}: packing=true has no effect, because rows have images; each answer has its own row")
+
     def records_per_row(self, records: Iterator[Record]) -> int:
         """Returns 2 where single answers are learned from and there is a pair among the first hundred records."""
         return 2 if self.unpaired and any("chosen" in record for record in islice(records, 100)) else 1
@@ -316,6 +321,8 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
             "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
             "probability": torch.tensor([math.nan if p is None else float(p) for p in known]),
         }
+        if (images := self.row_images(chosen)) is not None:
+            batch["images"] = images[0].joined([*images[1:], *images])
         if chosen and "label" in chosen[0]:
             batch["label"] = torch.tensor([record["label"] for record in chosen], dtype=torch.bool)
         # A policy keeps reference log-probabilities by number only of loaded pairs, whose tokens it compares on resume.
@@ -328,6 +335,8 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         return {"step_pairs": self.batch_size, "step_chosen_tokens": chosen, "num_tokens": tokens}
 
     def packs(self, table: Pairs, mixed: list[Tensor], alike: list[Tensor]) -> bool:
+        if self.has_images:
+            return False
         wanted, can = self.packing, self.policy.can_pack
         if wanted and not can:
             raise UsageError(

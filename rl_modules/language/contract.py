@@ -60,6 +60,8 @@ class PairBatch(TypedDict, total=False):
     """The piece that a token belongs to, [rows, width] int64; -1: none."""
     prompt_segment: Tensor
     """The piece that it reads besides its own, [rows, width] int64."""
+    images: "RowImages"
+    """Of records with images: those of the prompts, once for the chosen and once for the rejected answers."""
     index: Tensor
     """Number of each pair in its source, [b] int64; absent where it is streamed."""
     margin: Tensor

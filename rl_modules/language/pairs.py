@@ -33,7 +33,8 @@ def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     where, columns, counts = (x.to(tokens.device, non_blocking=True) for x in (where, columns, counts))
     place, text = start.unsqueeze(1) + columns, tokens.flatten()
     at = place.flatten()[where]
-    logits = logits_at(model, at - 1, input_ids=tokens, **packed_inputs(model, batch))
+    inputs = batch["images"].inputs(model, tokens) if "images" in batch else {"input_ids": tokens}
+    logits = logits_at(model, at - 1, **inputs, **packed_inputs(model, batch))
     values = F.token_log_probs(logits, text[at].unsqueeze(0)).squeeze(0)
     if packed:
         ends_of_prompts = length[:b].cumsum(0) - length[:b]

@@ -35,6 +35,7 @@ class PreferencePolicy(PolicyWithReference):
     local_rollout_forward_batch_size, completions_steps = fixed(), fixed(0)
 
     learns_from = "preferences"
+    takes_images = True
     #: Whether the module learns from single answers with a label; the datamodule reads it.
     unpaired = False
     #: Off, because implicit rewards are differences to the reference and need no zero from demonstrations.

@@ -12,7 +12,7 @@ from datamodules.language import load_records
 from datamodules.language.images import opened
 from datamodules.language.instruction import InstructionDataModule
 from datamodules.language.preference import PreferenceDataModule
-from rl_modules import DPO, SFT
+from rl_modules import SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from tests.rl_modules.language.vision.models import make, without_videos  # noqa: F401
 from tests.training import fit
@@ -89,5 +89,5 @@ def test_refuses_images_where_they_can_not_be_learned_from(tmp_path):
     with pytest.raises(UsageError, match="has no processor that can be read"):
         fit(SFT(str(tmp_path)), data, max_steps=1)
     model = make("llava", tmp_path / "model")
-    with pytest.raises(UsageError, match="DPO does not learn from"):
-        fit(DPO(str(model)), PreferenceDataModule(path=path, batch_size=1, eval_steps=0), max_steps=1)
+    with pytest.raises(UsageError, match="RewardModel does not learn"):
+        fit(RewardModel(str(model)), PreferenceDataModule(path=path, batch_size=1, eval_steps=0), max_steps=1)
