@@ -316,7 +316,7 @@ class PreferenceDataModule(PassesDataModule[Pairs]):
         """Returns some pairs: :meth:`Pairs.batch`, ``margin``, ``probability``, ``label`` and ``index`` [b]."""
         chosen = [records[i] for i in index.tolist()]
         known = [record.get("probability") for record in chosen]
-        batch = {
+        batch: Batch = {
             **table.batch(index, packs),
             "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
             "probability": torch.tensor([math.nan if p is None else float(p) for p in known]),
