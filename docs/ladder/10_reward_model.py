@@ -4,7 +4,8 @@
 # [PPO](09_ppo.ipynb) needs a reward. For the helpfulness of an answer nobody can write one down, but people can say
 # which of two answers is better. This page moves to language models, and learns a reward from comparisons.
 #
-# **Before:** [9c. Soft actor-critic](09c_soft_actor_critic.ipynb) · **Next:** [11. RLHF](11_rlhf.ipynb) ·
+# **Before:** [9c. Soft actor-critic](09c_soft_actor_critic.ipynb) · **Next:** [10b. Bits and
+# divergences](10b_information.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## A language model is a policy

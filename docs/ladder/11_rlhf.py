@@ -5,7 +5,7 @@
 # scores highly, by PPO on tokens: reinforcement learning from human feedback. A penalty keeps the policy near the
 # text that the reward model knows.
 #
-# **Before:** [10. Reward model](10_reward_model.ipynb) · **Next:** [11b. DPO](11b_dpo.ipynb) ·
+# **Before:** [10b. Bits and divergences](10b_information.ipynb) · **Next:** [11b. DPO](11b_dpo.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## The objective and its exact solution
@@ -223,13 +223,13 @@ for name, several in all_runs.items():
     print(f"{name:19} right sum {h.final(several, 'right')}  KL to the reference {h.final(several, 'exact_kl')} nats")
 
 # %% [markdown]
-# **What failure looks like.** In both broken runs the score rises as nicely as in the good one, and the policy ends
-# up right less often than the SFT model, whose 0.824 is the start of all curves. Each change is a cause of its own.
-# The poor judge overrates some wrong answers by more than the penalty costs. Without the penalty the good judge gives
-# no more score than with it, but the policy has gone nine times as far, to texts of which the judge knows less. This
-# is **over-optimisation** of the reward, and no curve of the score shows it. Watch a measure that is not trained on,
-# or the KL: a large KL at a rising score is the warning. The remedies are a larger $\beta$, a better judge, and new
-# comparisons of what the policy now writes.
+# **What failure looks like.** In both broken runs the score rises as nicely as in the good one, and the policy ends up
+# right less often than the SFT model, whose 0.824 is the start of all curves. Each change is a cause of its own. The
+# poor judge overrates some wrong answers by more than the penalty costs. Without the penalty the good judge gives no
+# more score than with it, but the policy has gone nine times as far, to texts of which the judge knows less. This is
+# **over-optimisation** of the reward, and no curve of the score shows it; [page 11c](11c_overoptimisation.ipynb)
+# measures it. Watch a measure that is not trained on, or the KL: a large KL at a rising score is the warning. The
+# remedies are a larger $\beta$, a better judge, and new comparisons of what the policy now writes.
 #
 # $\beta$ itself can be adapted. Ziegler et al. raise or lower it in proportion to the distance of the KL from a
 # target, by at most 2 % per round: `functional.proportional_kl_coefficient`.

@@ -5,7 +5,7 @@
 # it. This page removes both: the other completions of the same prompt are the baseline, and a program checks the
 # answer. This is group relative policy optimization, the algorithm behind DeepSeek-R1.
 #
-# **Before:** [11b. DPO](11b_dpo.ipynb) · **Next:** [13. Agents](13_agents.ipynb) ·
+# **Before:** [11c. Over-optimisation](11c_overoptimisation.ipynb) · **Next:** [13. Agents](13_agents.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## The group is the baseline
