@@ -23,7 +23,7 @@ from datamodules.experience import ExperienceDataModule, LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from datamodules.registered import code_of_environment, code_of_settings, code_of_wrappers
 from datamodules.tensor_collector import TensorCollector
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, require_same
 from rl_modules.common.seeding import stream_seed
 from rl_modules.contract import Learner
 from rl_modules.core.seams import check_pairing
@@ -316,8 +316,7 @@ class ControlDataModule(ExperienceDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.is_fitting:
             return
-        if (saved := state_dict.get("n_envs")) != self.n_envs:
-            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")
+        require_same("n_envs", self.n_envs, state_dict.get("n_envs"))
         super().load_state_dict(state_dict)
         self._started_at = state_dict["num_timesteps"]
         self.learner_trainer.should_stop |= self.is_complete

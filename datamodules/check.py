@@ -43,8 +43,6 @@ def check_env(
     environments = Environments(env_id, env_kwargs, wrappers, None, None, "sync", "same_step", True, seed)
     try:
         environments.open()
-        if environments.makes_vector:
-            raise UsageError(f"{environments.name} is a vector of environments; check_env takes one environment")
         found = _gymnasium(environments)
         first, ends = _play(environments, seed)
         again, _ = _play(environments, seed)

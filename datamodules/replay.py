@@ -23,7 +23,7 @@ from datamodules.frame_buffer import FrameReplayBuffer
 from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, check_hindsight, require_goals
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.checkpoints import preparation, resumed_position
-from rl_modules.common.errors import UsageError, at_least
+from rl_modules.common.errors import UsageError, at_least, naming, require_same
 from rl_modules.common.masks import split_mask
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.seeding import stream_seed
@@ -211,10 +211,8 @@ class ReplayDataModule(ControlDataModule):
                 f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
                 f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
             )
-        try:
+        with naming(f"buffer_size={self.buffer_size}", MemoryError):
             self.replay = self.make_buffer()
-        except MemoryError as error:
-            raise UsageError(f"buffer_size={self.buffer_size}: {error}") from error
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
             raise UsageError(
@@ -469,14 +467,8 @@ class ReplayDataModule(ControlDataModule):
         super().load_rank_state(state)
         rows = state["replay"]["rows"]
         if rows != self.replay.rows:
-            raise UsageError(
-                f"buffer_size={self.buffer_size} differs from the checkpoint's "
-                f"{(rows - 1) * self.n_envs}; resume with as much"
-            )
-        if ("powers" in state["sampler"]) != self.prioritized_replay:
-            raise UsageError(
-                f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with the same"
-            )
+            require_same("buffer_size", self.buffer_size, (rows - 1) * self.n_envs)
+        require_same("prioritized_replay", self.prioritized_replay, "powers" in state["sampler"])
         self._position = resumed_position(self._position, state["layout"], self._layout)
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
         goes_on = state["layout"] == self._layout

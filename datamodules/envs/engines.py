@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.envs.imported import EnvId, environment_name, register_games
 from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask
 from rl_modules.checkpoints import space_brief
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.masks import MASK, mask_size
 
 
@@ -45,13 +45,9 @@ def make_engine(
     else:
         if is_game:
             register_games(name)
-        try:
+        what = f"env_id={name!r} has no vectorised engine that takes env_kwargs={env_kwargs}, as 'sync' and 'async' do"
+        with naming(what, gym.error.Error):
             envs = gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
-        except (gym.error.Error, TypeError) as error:
-            raise UsageError(
-                f"env_id={name!r} has no vectorised engine that takes env_kwargs={env_kwargs}: {error}; "
-                "use vectorization_mode='sync' or 'async'"
-            ) from error
         envs = SmallSeeds(envs) if is_game else envs
     return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
 
@@ -96,10 +92,8 @@ class EnvPoolVector(VectorEnv):
 
     def _new_pool(self, seed: int) -> Any:
         seeds = np.random.SeedSequence(seed).generate_state(self._arguments["num_envs"]) >> 1
-        try:
+        with naming(f"env_kwargs do not fit EnvPool's {self._arguments['task_id']}", AssertionError, KeyError):
             return self._make(**self._arguments, seed=[int(s) for s in seeds])
-        except (TypeError, ValueError, AssertionError, KeyError) as error:
-            raise UsageError(f"env_kwargs do not fit EnvPool's {self._arguments['task_id']}: {error}") from error
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:

@@ -9,7 +9,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from datamodules.envs.failures import missing_extra
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.loading import import_user_module, member_of
 
 #: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
@@ -58,7 +58,7 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     if found is None:
         near = did_you_mean(name, gym.wrappers.__all__)
         raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
-    try:
+    with naming(f"wrappers: {path!r} with {arguments} does not fit {env}", gym.error.Error, AssertionError):
         declared = inspect.signature(found).parameters
         tuples = {name for name, argument in declared.items() if "tuple" in str(argument.annotation)}  # YAML has lists
         return found(
@@ -68,11 +68,6 @@ def wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
                 for name, value in arguments.items()
             },
         )
-    except UsageError:
-        raise
-    except (gym.error.Error, TypeError, ValueError, AssertionError) as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
 
 
 def environment_name(env_id: EnvId) -> str:

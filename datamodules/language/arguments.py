@@ -10,7 +10,7 @@ from datamodules.experience import ExperienceDataModule, evaluate_on_start
 from datamodules.language.files import name_of
 from datamodules.language.tasks.base import RewardFunction, Task
 from datamodules.registered import code_of_names, code_of_settings, code_of_task
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, require_one
 from rl_modules.common.notices import notice
 from rl_modules.core.settings import Converted, made, setting
 
@@ -209,15 +209,13 @@ class LanguageArguments(ExperienceDataModule):
 
     def __post_init__(self) -> None:
         hp = self.hparams
-        given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
-        if len(given) != 1:
-            raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+        given = require_one({name: hp[name] for name in ("task", "path", "dataset")})
         for name, sources in _SOURCES_OF.items():
             usual = self.declared_settings[name].default if name in self.declared_settings else None
-            if given[0] not in sources and hp.get(name) not in (None, {}, usual):
+            if given not in sources and hp.get(name) not in (None, {}, usual):
                 raise UsageError(
                     f"{name}={hp[name]!r} is read with a {' or '.join(sources)}, and the records "
-                    f"come from {given[0]}={hp[given[0]]!r}; leave it out, or give a "
+                    f"come from {given}={hp[given]!r}; leave it out, or give a "
                     f"{sources[-1]}"
                 )
         if self.streaming and self.n_train is not None:

@@ -14,7 +14,7 @@ from datamodules.language.jsonl import BLOCK, ReadByNumber
 from datamodules.language.sources import TEXTS, NothingUsable, as_prompt, as_text, short
 from datamodules.language.tasks import Record, Task, make_task
 from datamodules.language.tasks.base import TooFew
-from rl_modules.common.errors import UsageError, what_happened
+from rl_modules.common.errors import UsageError, require_one, what_happened
 from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.text.records import place_of
@@ -65,9 +65,7 @@ def load_records(
     Raises:
         UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
     """
-    given = [name for name, value in (("task", task), ("path", path), ("dataset", dataset)) if value is not None]
-    if len(given) != 1:
-        raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+    require_one({"task": task, "path": path, "dataset": dataset})
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
         return task_records(made, split, n, required, at_most)

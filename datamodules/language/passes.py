@@ -12,7 +12,7 @@ from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.sequences import Pairs, Sequences
 from datamodules.language.sources import fitting
 from datamodules.language.streaming import STREAM_STEPS
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import require_same
 from rl_modules.common.notices import notice
 from rl_modules.core.settings import made
 from rl_modules.core.state import persistent
@@ -168,8 +168,7 @@ class PassesDataModule(LanguageDataModule, Generic[Table]):
 
     def _resumed(self, position: int, saved: dict[str, Any]) -> int:
         for name, value in self._layout.items() if position else ():
-            if saved[name] != value:
-                raise UsageError(f"{name}={value} differs from the checkpoint's {saved[name]}; resume with as many")
+            require_same(name, value, saved[name])
         return position
 
 

@@ -27,7 +27,7 @@ from datamodules.language.tasks.answers import (
     text_of,
     think_answer_format,
 )
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.loading import load_object, require_settings
 from rl_modules.language.critics import sequence_scores
 from rl_modules.language.rereading import right_padded
@@ -98,8 +98,7 @@ def _compared(completions: Sequence[Any], answer: Sequence[Any], score: Callable
 
 def length_reward(target: int) -> RewardFunction:
     """Returns a reward −|length − target| / target, at least −1; in tokens, or without them in characters."""
-    if target < 1:
-        raise UsageError(f"length_reward: target={target} must be at least 1")
+    at_least("length_reward: target", target)
 
     def reward(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
         return [max(-1.0, -abs(length - target) / target) for length in _lengths(completions, completion_ids)]
@@ -168,8 +167,7 @@ def cosine_length(
     Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.1. Equals TRL 1.16.
     """
     judge = load_reward_func(reward)
-    if max_len < 1:
-        raise UsageError(f"cosine_length: max_len={max_len} must be at least 1")
+    at_least("cosine_length: max_len", max_len)
 
     @functools.wraps(judge)
     def scaled(completions: Any, **columns: Any) -> Rewards:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 from rl_modules.common.notices import notice
 from rl_modules.common.seeding import stream_seed
 
@@ -69,13 +69,8 @@ def as_text(value: Any, what: str) -> str:
         return str(value)
     if not isinstance(value, str):
         raise UsageError(f"{what} is {short(value)}, where text should be")
-    try:
+    with naming(what):
         value.encode()  # JSON may hold half of a surrogate pair, which no tokenizer takes
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{what} has {value[error.start]!a} in place {error.start}, half of a character; it can't be "
-            "written as UTF-8"
-        ) from error
     return value
 
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,14 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Adds to a library's error which argument or file it is about: ``with naming("path='mine.yaml'")``."""
+    caught: tuple[type[Exception], ...] = (OSError, TypeError, ValueError, *kinds)
     try:
         yield
     except UsageError:
         raise
-    except (OSError, TypeError, ValueError) as error:
+    except caught as error:
         raise UsageError(f"{what}: {type(error).__name__}: {' '.join(text_of(error).split())[:300]}") from error
 
 
@@ -91,3 +92,19 @@ def at_least(name: str, value: Any, least: int = 1, unit: str = "") -> int:
     if number < least:
         raise UsageError(f"{name}={value} must be at least {least}{f' {unit}' if unit else ''}")
     return int(value)
+
+
+def require_same(name: str, value: Any, saved: Any) -> None:
+    """Refuses to resume with another value of an argument than the checkpoint's."""
+    if value != saved:
+        raise UsageError(f"{name}={value} differs from the checkpoint's {saved}; resume with that")
+
+
+def require_one(given: Mapping[str, Any]) -> str:
+    """Returns the name of the one argument among several that is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        *first, last = given
+        came = " and ".join(names) or "none"
+        raise UsageError(f"give exactly one of {', '.join(first)} and {last}; got {came}")
+    return names[0]

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 from rl_modules.language.pretrained import CLASSES, read_config
 
 #: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
@@ -85,10 +85,8 @@ def make_config(
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
-        try:
+        with naming(f"model_config with model_type={kind!r}"):
             config = AutoConfig.for_model(kind, **{**special, **fields})
-        except ValueError as error:
-            raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
         _complete_text_config(config, fields, special)
     _check_fields(config, fields)
     if dropout:
@@ -173,14 +171,11 @@ def require_head(config: PretrainedConfig, head: str) -> None:
             f"the records have images, and transformers has no model of {kind} that reads them with text; take an "
             "architecture such as Qwen3-VL, Gemma 3, SmolVLM or LLaVA, or leave the images out"
         )
-    if head == "score":
-        raise UsageError(
-            f"transformers has no sequence classification for {kind}, so that no reward or value model "
-            "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX"
-        )
+    needed = (
+        "sequence classification, of which reward and value models are made," if head == "score" else "causal model"
+    )
     raise UsageError(
-        f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
-        "Qwen3, Llama or Gemma"
+        f"transformers has no {needed} for {kind}; take a decoder-only architecture such as Qwen3, Llama or Gemma"
     )
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 from rl_modules.common.stored_arguments import is_storable
 from rl_modules.language.architecture import freeze_unread_parts
 
@@ -73,11 +73,9 @@ def add_lora(
 
     if gradient_checkpointing:
         model.enable_input_require_grads()
-    try:
+    with naming(f"lora={lora} can't be used", AttributeError, NotImplementedError):  # these two of quantized layers
         config = LoraConfig(**{**lora, "task_type": task_type})
         made = get_peft_model(model, config)
-    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:  # the last two of quantized layers
-        raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
     if getattr(config, "target_modules_to_tie", None):
         raise UsageError(
             "lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "

@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 
 if TYPE_CHECKING:
     from rl_modules.language.base import LanguageModule
@@ -47,13 +47,8 @@ def schedule_of(module: "LanguageModule", optimizer: torch.optim.Optimizer) -> A
         steps = 0
     with warnings.catch_warnings():  # num_stable_steps come before the run's length
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
-        try:
+        with naming(f"lr_scheduler_kwargs={arguments} can't be used with lr_scheduler_type={kind!r}"):
             return get_scheduler(kind, optimizer, hp.warmup_steps, int(steps), hp.lr_scheduler_kwargs)
-        except (TypeError, ValueError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(
-                f"lr_scheduler_kwargs={arguments} can't be used with lr_scheduler_type={kind!r}: {reason}"
-            ) from error
 
 
 def beside_optimizer(module: "LanguageModule") -> str | bool:

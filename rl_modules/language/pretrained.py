@@ -220,15 +220,11 @@ def _first_line(error: Exception) -> str:
 def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
     """Refuses objects that are not complete transformers models, and fields that would contradict the model."""
     kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        hint = "; give its base model, and adapters by lora={...}" if hasattr(model, "peft_config") else ""
+    is_plain = not hasattr(model, "peft_config") and not getattr(model, "is_quantized", False)
+    if not isinstance(model, PreTrainedModel) or not is_plain:
         raise UsageError(
-            f"model_name_or_path is a {kind}; it takes a directory, a hub name or a model of transformers{hint}"
-        )
-    if hasattr(model, "peft_config") or getattr(model, "is_quantized", False):
-        raise UsageError(
-            f"model_name_or_path is a {kind} with adapters or quantized weights; give the plain model, "
-            "and adapters by lora={...}"
+            f"model_name_or_path is a {kind}{'' if is_plain else ' with adapters or quantized weights'}; it takes a "
+            "directory, a hub name or a plain model of transformers, whose adapters are given by lora={...}"
         )
     if model_config:
         raise UsageError(

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 from rl_modules.language.lora import begins_unchanged
 
 #: Methods whose weights adapters can be trained on and merged into.
@@ -80,10 +80,8 @@ def quantization(config: PretrainedConfig, source: Any, given: Any, lora: Any) -
     package = method or (given or {})["quant_method"]
     if find_spec(package) is None:
         raise UsageError(f"{what} needs a package that is not installed: pip install 'lightning-rl-recipes[quantized]'")
-    try:
+    with naming(f"{what} can't be used", KeyError, AssertionError, ImportError):
         return {} if given is None else {"quantization_config": _config_of(dict(given))}
-    except (ValueError, TypeError, KeyError, AssertionError, ImportError) as error:
-        raise UsageError(f"{what} can't be used: {' '.join(str(error).split())[:200]}") from error
 
 
 def _config_of(fields: dict[str, Any]) -> QuantizationConfigMixin:

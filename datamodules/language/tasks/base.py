@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from datamodules.language.tasks.answers import answer_of, text_of, think_and_answer, think_answer_format
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.seeding import stream_seed
 
 #: A question's fields, as the prompt's template names them.
@@ -210,8 +210,8 @@ class Task:
         """The first ``n`` questions of a split."""
         if split not in ("train", "test"):
             raise UsageError(f"split={split!r} must be one of train, test")
-        if n is not None and n < 0:
-            raise UsageError(f"n={n} records can't be negative")
+        if n is not None:
+            at_least("n", n, 0)
         rng = self._generator("questions", split)
         if self.size is not None and self.size <= LISTED:
             found = [question for question in self.questions() if self._is_in(split, question)]

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from datamodules.language.tasks.base import Question, Record, Task
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
 
@@ -96,10 +96,8 @@ class ReasoningGym(Task):
             settings["datasets"] = [
                 DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in settings.get("datasets", [])
             ]
-        try:
+        with naming(f"reasoning-gym's {dataset!r} refuses its settings {config}", AssertionError):
             self.dataset = create_dataset(dataset, **settings)
-        except (TypeError, AssertionError, ValueError) as error:
-            raise UsageError(f"reasoning-gym's {dataset!r} refuses its settings {config}: {error}") from error
         self._entry = functools.lru_cache(maxsize=SIZE)(self.dataset.__getitem__)
         self._parses = secure_scorer(self.dataset)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, at_least
 from rl_modules.common.modules import uncompiled
 from rl_modules.language.architecture import max_length, text_config
 from rl_modules.language.fast.held_graphs import release, rows_that_fit
@@ -63,8 +63,8 @@ def rows_in_flight(
     synced_gpus: bool,
 ) -> int:
     """Rows to decode together, at least 1."""
-    if cap is not None and cap < 1:
-        raise UsageError(f"max_rows_in_flight={cap} must be at least 1, or null for as many as fit")
+    if cap is not None:
+        at_least("max_rows_in_flight", cap)
     rows = len(prompts) * num_generations
     if cap is None and next(model.parameters()).device.type == "cuda":
         longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))

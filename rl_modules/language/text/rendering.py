@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, naming
 from rl_modules.language.text.encoding import Messages
 from rl_modules.language.text.template_trial import LIMIT_MB, LIMIT_S, is_bounded
 
@@ -56,10 +56,8 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     """A record's tools, a list of JSON schemas or the JSON text of one; None where it has none."""
     tools = record.get("tools")
     if isinstance(tools, str):
-        try:
+        with naming(f"tools={tools[:60]!r}", RecursionError):
             tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"tools={tools[:60]!r} is not valid JSON, {error}; give a list of schemas") from error
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
     return tools or None  # some templates open a section for an empty list
