@@ -174,6 +174,7 @@ def require_head(config: PretrainedConfig, head: str) -> None:
     needed = (
         "sequence classification, of which reward and value models are made," if head == "score" else "causal model"
     )
+    needed = "sequence classification" if head == "score" else "causal language model"
     raise UsageError(
         f"transformers has no {needed} for {kind}; take a decoder-only architecture such as Qwen3, Llama or Gemma"
     )
