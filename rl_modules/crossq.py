@@ -13,7 +13,6 @@ from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.fast.adam import adam
 from rl_modules.fast.modules import call
-from rl_modules.fast.relu_mlp import parallel_linear
 from rl_modules.networks.batch_renorm import BatchRenorm, batch_statistics, renormalized
 from rl_modules.networks.critics import Critics
 from rl_modules.networks.layers import last_layer
@@ -184,6 +183,6 @@ class RenormalizedCritics(Critics):
         x = x.expand(self.n_critics, -1, -1)
         *hidden, last = self.layers
         for i, layer in enumerate(hidden):
-            x = self.activation(parallel_linear(call(self.renorms[i], x), layer.weight, layer.bias))
+            x = self.activation(torch.baddbmm(layer.bias, call(self.renorms[i], x), layer.weight))
         x = last_layer(last, call(self.renorms[-1], x))
         return x[:1] if only_first else x

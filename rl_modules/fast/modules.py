@@ -38,6 +38,18 @@ def call(layer: nn.Module, x: Any) -> Any:
     return layer.forward(x)
 
 
+def is_hooked(layer: nn.Module) -> bool:
+    """Returns whether ``layer(x)`` does more than its class's ``forward``."""
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+        or any(GLOBAL_HOOKS)
+    )
+
+
 class FastTanh(nn.Module):
     """Tanh, computed on a CPU as 2σ(2x) - 1: five times as fast as ``torch.tanh``, equal to 2e-7."""
 

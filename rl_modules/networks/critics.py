@@ -11,7 +11,6 @@ from torch.nn import functional as nnf
 
 from rl_modules import functional as F
 from rl_modules.distributions.state_dependent import EPSILON, NoiseMatrices
-from rl_modules.fast.relu_mlp import is_hooked, parallel_linear, pays, relu_mlp
 from rl_modules.functional.checks import as_float
 from rl_modules.networks.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.networks.layers import ParallelLinear, activation, hidden_widths, last_layer, mlp, orthogonal
@@ -180,12 +179,9 @@ class Critics(nn.Module):
             weights, biases = [w[:1] for w in weights], [b[:1] for b in biases]
         if frozen:
             weights, biases = [w.detach() for w in weights], [b.detach() for b in biases]
-        is_plain = self.norms is None and self.dropout is None
-        if is_plain and type(self.activation) is nn.ReLU and not is_hooked(self.activation) and pays(x, weights):
-            return relu_mlp(x, weights, biases)
         x = x.expand(len(weights[0]), -1, -1)
         for i, (weight, bias) in enumerate(zip(weights[:-1], biases[:-1], strict=True)):
-            x = torch.baddbmm(bias, x, weight) if is_plain else parallel_linear(x, weight, bias)
+            x = torch.baddbmm(bias, x, weight)
             x = x if self.dropout is None else self.dropout(x)
             x = self.activation(x if self.norms is None else self.norms[i](x))
         # As in `last_layer`; entering the context takes longer than this check.

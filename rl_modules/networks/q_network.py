@@ -1,6 +1,5 @@
 """The networks of DQN and of its distributional variants, with one or more outputs per action."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from rl_modules.fast.modules import call
-from rl_modules.fast.relu_mlp import is_hooked, pays, relu_mlp, takes
 from rl_modules.networks.encoders import build_encoder, encoding_width
 from rl_modules.networks.layers import ParallelLinear, ParallelMLP, hidden_widths, last_layer, mlp
 
@@ -79,24 +77,8 @@ def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
 
 
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
-    """Hidden layers and head, [B, in] → [B, out], by :mod:`rl_modules.fast.relu_mlp` where that pays."""
-    x = features.to(head.weight.dtype)
-    if takes(x) and type(trunk) is nn.Sequential:
-        parts: list[Any] = [*trunk, head]
-        if _are_relu_layers(tuple(map(type, parts))):
-            weights = [layer.weight for layer in parts[::2]]
-            # A hook may change what a layer computes: pruning is one, and a parametrization makes another class.
-            if pays(x, weights) and not (is_hooked(trunk) or any(map(is_hooked, parts))):
-                biases = [layer.bias for layer in parts[::2]]
-                if all(bias is not None for bias in biases):
-                    return relu_mlp(x, weights, biases)
-    return last_layer(head, call(trunk, x))
-
-
-@functools.lru_cache
-def _are_relu_layers(types: tuple[type, ...]) -> bool:
-    """Returns whether these are linear layers with ReLU between them; subclasses may compute something else."""
-    return len(types) % 2 == 1 and {*types[1::2]} <= {nn.ReLU} and {*types[::2]} <= {nn.Linear, NoisyLinear}
+    """Hidden layers and head, [B, in] → [B, out]."""
+    return last_layer(head, call(trunk, features.to(head.weight.dtype)))
 
 
 #: σ₀: the initial noise is σ₀ / √in.

@@ -10,12 +10,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from rl_modules.fast import relu_mlp
 from rl_modules.networks.critics import Critics, DeterministicPolicy, SquashedGaussianPolicy
 from rl_modules.networks.layers import mlp
-from rl_modules.networks.q_network import NoisyLinear, QNetwork, apply_tower
+from rl_modules.networks.q_network import QNetwork, apply_tower
 
-needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 WIDTH = 256
 
 
@@ -103,22 +101,6 @@ def test_a_changed_trunk_gives_what_its_layers_give(name: str) -> None:
     trunk.eval()
     x = torch.randn(WIDTH, WIDTH)
     torch.testing.assert_close(apply_tower(trunk, head, x), head(trunk(x)), rtol=1e-4, atol=1e-5)
-
-
-@needs_onednn
-@pytest.mark.parametrize("noisy", [False, True])
-def test_a_trunk_as_built_is_fast_and_gives_the_same(noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    trunk, head = mlp([WIDTH] * 3, "relu"), nn.Linear(WIDTH, 7)
-    if noisy:
-        trunk[2] = NoisyLinear(trunk[2])  # type: ignore[arg-type]
-        trunk[2].resample(torch.Generator().manual_seed(1))
-    calls = []
-    monkeypatch.setenv("RL_FAST", "1")
-    monkeypatch.setattr("rl_modules.networks.q_network.relu_mlp", lambda *x: calls.append(x) or relu_mlp.relu_mlp(*x))
-    x = torch.randn(WIDTH, WIDTH)
-    torch.testing.assert_close(apply_tower(trunk, head, x), head(trunk(x)), rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("make", [

@@ -13,9 +13,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict
 from rl_modules.crossq import RenormalizedCritics
-from rl_modules.fast import relu_mlp
 from rl_modules.fast.modules import FastTanh
-from rl_modules.fast.relu_mlp import pays
 from rl_modules.networks.actor_critic import ActorCritic
 from rl_modules.networks.critics import Critics, ValueNetwork
 from rl_modules.networks.encoders import build_encoder
@@ -276,25 +274,6 @@ def test_a_small_picture_is_flattened_and_scaled():
     encoder = build_encoder(spaces.Box(0, 255, (8, 8), np.uint8))
     pixels = _pixels((8, 8))
     torch.testing.assert_close(encoder(pixels), pixels.flatten(1).float() / 255)
-
-
-def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers(monkeypatch):
-    """The fast path is taken where it pays; a hook on an inner layer switches it off and is called."""
-    monkeypatch.setenv("RL_FAST", "1")
-    network = QNetwork(spaces.Box(-1, 1, (6,), np.float32), 3, [256, 192])
-    observation = torch.randn(128, 6, generator=torch.Generator().manual_seed(0))
-    assert not pays(observation[:8], [network.trunk[0].weight]) and not pays(observation, [network.head.weight])
-    fast = network(observation)
-    assert relu_mlp._linear is None or "ReluMLP" in type(fast.grad_fn).__name__
-    found = torch.autograd.grad(fast.square().sum(), list(network.parameters()))
-    called = []
-    handle = network.trunk[0].register_forward_hook(lambda *_: called.append(1))
-    plain = network(observation)
-    handle.remove()
-    assert called == [1]
-    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(found, torch.autograd.grad(plain.square().sum(), list(network.parameters())), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

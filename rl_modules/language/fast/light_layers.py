@@ -2,7 +2,9 @@
 
 Transformers normalises in six operators, each of which reads and writes all activations, and keeps three of their
 results for the backward pass; torch's fused norm is one operator that keeps its input. A gated feed-forward layer keeps
-gate(x), act(gate(x)), up(x) and their product; here the second and the last are computed again.
+gate(x), act(gate(x)), up(x) and their product; here the second and the last are computed again. The layers of a small
+Qwen2 keep a quarter less: 35.8 MiB in place of 47.7 under bfloat16 autocast, 58.6 in place of 80.3 in float32 (4 layers
+of 256 hidden units, 512 tokens).
 """
 
 import inspect
