@@ -171,9 +171,6 @@ def require_head(config: PretrainedConfig, head: str) -> None:
             f"the records have images, and transformers has no model of {kind} that reads them with text; take an "
             "architecture such as Qwen3-VL, Gemma 3, SmolVLM or LLaVA, or leave the images out"
         )
-    needed = (
-        "sequence classification, of which reward and value models are made," if head == "score" else "causal model"
-    )
     needed = "sequence classification" if head == "score" else "causal language model"
     raise UsageError(
         f"transformers has no {needed} for {kind}; take a decoder-only architecture such as Qwen3, Llama or Gemma"

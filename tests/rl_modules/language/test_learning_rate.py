@@ -121,8 +121,8 @@ def test_schedules_without_an_end_take_a_run_without_one(kind: str) -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"lr_scheduler_type": "cosine_with_min_lr"},
-     r"^lr_scheduler_kwargs=\{\} can't be used with lr_scheduler_type='cosine_with_min_lr': ValueError: One of min_lr or "
-     "min_lr_rate"),
+     r"^lr_scheduler_kwargs=\{\} can't be used with lr_scheduler_type='cosine_with_min_lr': ValueError: One of min_lr "
+     "or min_lr_rate"),
     ({"lr_scheduler_type": "warmup_stable_decay"}, "^lr_scheduler_kwargs=.*num_decay_steps"),
     ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2, "decay_type": "cubic"}},
      "^lr_scheduler_kwargs=.*Unknown decay type: cubic"),
