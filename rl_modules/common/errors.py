@@ -28,7 +28,8 @@ def naming(what: str, *kinds: type[Exception]) -> Iterator[None]:
     except UsageError:
         raise
     except caught as error:
-        raise UsageError(f"{what}: {type(error).__name__}: {' '.join(text_of(error).split())[:300]}") from error
+        said = f"{type(error).__name__}: {' '.join(text_of(error).split())[:300]}".removesuffix(": ")
+        raise UsageError(f"{what}: {said}") from error
 
 
 def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:

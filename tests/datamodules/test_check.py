@@ -87,7 +87,7 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
 
 
 def test_a_vector_is_refused() -> None:
-    with pytest.raises(UsageError, match="is a vector of environments; check_env takes one environment"):
+    with pytest.raises(UsageError, match="must inherit from the gymnasium.Env class, .*CartPoleVectorEnv"):
         check_env(lambda: gym.make_vec("CartPole-v1", 2))
 
 
