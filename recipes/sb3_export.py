@@ -16,8 +16,8 @@ from recipes import saved_runs
 from recipes.sb3_parameters import PARAMETERS, names_of
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
+from rl_modules.common.images import is_large
 from rl_modules.common.schedules import Schedule, parse_schedule
-from rl_modules.common.spaces import is_image
 from rl_modules.common.stored_arguments import settings_of
 from rl_modules.networks.layers import ACTIVATIONS, tower_widths
 
@@ -144,7 +144,7 @@ def _value(name: str, value: Any) -> Any:
 
 def _policy_kind(module: ControlModule) -> str:
     space = module.observation_space
-    has_cnn = isinstance(space, spaces.Box) and is_image(space) and len(space.shape) == 3 and space.dtype == "uint8"
+    has_cnn = isinstance(space, spaces.Box) and space.dtype == "uint8" and len(space.shape) == 3 and is_large(space)
     kind = "Cnn" if has_cnn else "MultiInput" if isinstance(space, spaces.Dict) else "Mlp"
     return f"{kind}{'Lstm' if type(module).__name__ == 'RecurrentPPO' else ''}Policy"
 

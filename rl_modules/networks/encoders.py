@@ -12,11 +12,11 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.arguments import Custom
-from rl_modules.common.images import pixel_scale
+from rl_modules.common.images import is_large, pixel_scale
 from rl_modules.common.spaces import is_image
 from rl_modules.networks.features import FeaturesExtractor
 from rl_modules.networks.layers import orthogonal
-from rl_modules.networks.nature_cnn import NatureCNN
+from rl_modules.networks.nature_cnn import NatureCNN, SmallCNN
 
 _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
 
@@ -36,7 +36,7 @@ def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
     if (given := _extractor.get()) is not None:
         return FeaturesExtractor(given, space)
     if isinstance(space, spaces.Box) and is_image(space):
-        return NatureCNN(space, features_dim)
+        return (NatureCNN if is_large(space) else SmallCNN)(space, features_dim)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return CombinedEncoder(space)
     return VectorEncoder(space)

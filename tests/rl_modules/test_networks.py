@@ -19,7 +19,7 @@ from rl_modules.networks.critics import Critics, ValueNetwork
 from rl_modules.networks.encoders import build_encoder
 from rl_modules.networks.features import as_floats
 from rl_modules.networks.layers import ParallelMLP
-from rl_modules.networks.nature_cnn import NatureCNN, image_brief
+from rl_modules.networks.nature_cnn import NatureCNN, SmallCNN, image_brief
 from rl_modules.networks.q_network import DistributionalQNetwork, QNetwork
 from rl_modules.pqn import NormalizedQNetwork
 from rl_modules.recurrent import RecurrentActorCritic
@@ -176,9 +176,23 @@ def test_images_are_scaled_and_their_channels_found_on_either_side():
     torch.testing.assert_close(last(image), scaled)
 
 
-def test_images_too_small_for_the_convolutions_are_refused():
-    with pytest.raises(UsageError, match="20×40 pixels; NatureCNN needs at least 36×36"):
-        NatureCNN(spaces.Box(0, 255, (20, 40, 3), np.uint8))
+@pytest.mark.parametrize(("side", "places"), [(4, 1), (7, 4), (11, 8), (12, 4), (19, 7), (20, 4), (35, 7)])
+def test_small_images_get_a_small_convolution(side, places):
+    space = spaces.Box(0, 255, (side, side + 3, 3), np.uint8)
+    encoder = build_encoder(spaces.Dict(view=space, direction=spaces.Discrete(4)))
+    small = encoder.encoders[list(encoder.keys).index("view")]
+    assert isinstance(small, SmallCNN)
+    image = torch.randint(256, (2, side, side + 3, 3), dtype=torch.uint8)
+    x = image.permute(0, 3, 1, 2) / 255.0
+    for layer in small.convolutions[:-1:2]:
+        x = torch.nn.functional.conv2d(x, layer.weight, layer.bias, layer.stride).relu()
+    assert x.shape[2] == places
+    torch.testing.assert_close(small(image), small.head(x.flatten(1)))
+    assert encoder({"view": image, "direction": torch.tensor([0, 3])}).shape == (2, 256 + 4)
+
+
+def test_images_of_fewer_pixels_are_flattened():
+    assert build_encoder(spaces.Box(0, 255, (3, 9, 3), np.uint8)).out_features == 81
 
 
 @pytest.mark.parametrize("net_arch", [None, [8], {"pi": [8], "vf": [16, 16]}, []])
