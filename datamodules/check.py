@@ -16,7 +16,7 @@ from datamodules.environments import Environments
 from datamodules.envs.boundary import require_finite_evaluation
 from datamodules.envs.foreign import boundary_of
 from rl_modules.common.errors import UsageError, what_happened
-from rl_modules.common.masks import MASK
+from rl_modules.common.masks import MASK, choices, split_space
 from rl_modules.common.spaces import space_to_dict
 
 #: Steps with random actions that are played, and played again from the same seed.
@@ -69,6 +69,11 @@ def _gymnasium(environments: Environments) -> list[str]:
         try:
             env_checker.check_env(environments.example.unwrapped, skip_render_check=True, skip_close_check=True)
         except Exception as error:
+            if split_space(environments.observation_space, environments.action_space)[1]:
+                return [
+                    "Gymnasium's check_env ignores action masks, and a random action ended it "
+                    f"({what_happened(error)}); what it checks after a step was not checked"
+                ]
             raise UsageError(
                 f"the environment {environments.name} fails Gymnasium's check_env: {what_happened(error)}"
             ) from error
@@ -90,6 +95,15 @@ def algorithms_for(observation_space: spaces.Space, action_space: spaces.Space) 
     return found
 
 
+def _as_gymnasium(space: spaces.Space, mask: np.ndarray) -> Any:
+    """Returns a flat mask as ``space.sample`` takes it."""
+    flat = np.asarray(mask, np.int8).reshape(-1)
+    parts = np.split(flat, np.cumsum(choices(space))[:-1])
+    if isinstance(space, spaces.MultiBinary):  # 2: either
+        return np.array([part[1] if part.sum() == 1 else 2 for part in parts], np.int8)
+    return tuple(parts) if isinstance(space, spaces.MultiDiscrete) else flat
+
+
 def _play(environments: Environments, seed: int) -> tuple[list[list[np.ndarray]], int]:
     """Plays random actions; returns observation and reward of every step as arrays, and the number of ends."""
     envs: VectorEnv = environments.make_for_evaluation(1)
@@ -99,8 +113,7 @@ def _play(environments: Environments, seed: int) -> tuple[list[list[np.ndarray]]
         observation, seen, ends = boundary.reset(seed=[seed]), [], 0
         for _ in range(STEPS):
             mask = observation[MASK][0] if isinstance(observation, dict) and MASK in observation else None
-            masked = mask is not None and isinstance(space, spaces.Discrete)
-            action = space.sample(np.asarray(mask, np.int8) if masked else None)
+            action = space.sample(None if mask is None else _as_gymnasium(space, mask))
             observation, reward, terminated, truncated, _ = boundary.step(np.asarray([action]))
             require_finite_evaluation(environments.name, "observation", observation)
             require_finite_evaluation(environments.name, "reward", reward)

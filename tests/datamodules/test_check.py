@@ -12,6 +12,7 @@ from datamodules import check_env
 from datamodules.check import algorithms_for
 from recipes.cli.command import main
 from rl_modules.common.errors import UsageError
+from tests.masked_envs import MASKED_SPACES
 
 
 class Walk(gym.Env):
@@ -86,6 +87,14 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
         check_env(Walk, {"fault": "nan"})
 
 
+@pytest.mark.parametrize("space", MASKED_SPACES)
+@pytest.mark.parametrize("source", ["info", "method", "observation"])
+def test_gymnasium_s_checker_ignores_masks(space: str, source: str) -> None:
+    [advice] = [one for one in check_env("tests.masked_envs:make_guarded", {"space": space, "source": source}, seed=3)
+                if "forbidden" in one]  # fmt: skip
+    assert advice.startswith("Gymnasium's check_env ignores action masks, and a random action ended it (ValueError:")
+
+
 def test_a_vector_is_refused() -> None:
     with pytest.raises(UsageError, match="must inherit from the gymnasium.Env class, .*CartPoleVectorEnv"):
         check_env(lambda: gym.make_vec("CartPole-v1", 2))
@@ -101,7 +110,7 @@ def test_the_algorithms_are_those_that_train_in_the_spaces() -> None:
 def test_the_command_prints_spaces_and_findings(capsys: pytest.CaptureFixture) -> None:
     main(["check", "Pendulum-v1"])
     said = capsys.readouterr().out
-    assert "Box(-2.0, 2.0, (1,), float32)" in said and "algorithms         A2C, DDPG, PPO" in said
+    assert "Box(-2.0, 2.0, (1,), float32)" in said and "algorithms         A2C, ARS, DDPG, PPO" in said
     assert "advice             Gymnasium: For Box action spaces" in said and "Pendulum-v1 can be used" in said
     with pytest.raises(SystemExit):
         main(["check", "Pendulun-v1"])
