@@ -158,7 +158,9 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path, first: boo
             result = {
                 "start": begins["eval/pass@1"],
                 **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
-                "entropy": curves["train/entropy"][-1][1] if "train/entropy" in curves else None,
+                "entropy": next(
+                    (curves[n][-1][1] for n in ("train/entropy", "train/sampled_entropy") if n in curves), None
+                ),
                 "curve": curves["eval/pass@1"],
                 "seconds": round(time.monotonic() - began_s),
             }

@@ -24,7 +24,7 @@ CURVES = (
     "eval/rewards/environment",
     "environment/turns",
     "train/completions/mean_length",
-    "train/entropy",
+    "train/sampled_entropy",
     "train/loss",
 )
 #: Of each world: the first stage's config, and how many scripted dialogues it reads.

@@ -38,7 +38,7 @@ CURVES = (
     "eval/rewards/think_answer_format",
     "train/reward",
     "train/completions/mean_length",
-    "train/entropy",
+    "train/sampled_entropy",
     "train/loss",
 )
 

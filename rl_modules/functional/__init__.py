@@ -19,7 +19,7 @@ _MODULES = {
         "value_iteration",
     ],
     "evaluation": ["cons_at_k", "pass_at_k"],
-    "groups": ["batch_advantages", "combine_rewards", "group_advantages", "rloo_advantages"],
+    "groups": ["batch_advantages", "combine_rewards", "gdpo_advantages", "group_advantages", "rloo_advantages"],
     "grpo": ["grpo_loss"],
     "importance": ["importance_weights"],
     "kl": ["kl_estimate"],
@@ -55,6 +55,7 @@ __all__ = [
     "finite_horizon_evaluation",
     "finite_horizon_value_iteration",
     "gae",
+    "gdpo_advantages",
     "generalized_jsd",
     "group_advantages",
     "grpo_loss",
@@ -101,7 +102,13 @@ if TYPE_CHECKING:
         value_iteration,
     )
     from rl_modules.functional.evaluation import cons_at_k, pass_at_k
-    from rl_modules.functional.groups import batch_advantages, combine_rewards, group_advantages, rloo_advantages
+    from rl_modules.functional.groups import (
+        batch_advantages,
+        combine_rewards,
+        gdpo_advantages,
+        group_advantages,
+        rloo_advantages,
+    )
     from rl_modules.functional.grpo import grpo_loss
     from rl_modules.functional.importance import importance_weights
     from rl_modules.functional.kl import kl_estimate

@@ -105,6 +105,33 @@ def batch_advantages(reward: Tensor) -> Tensor:
     return (torch.where(has_spread, group - mean, 0.0) / (std + _STD_FLOOR)).view(-1)
 
 
+def gdpo_advantages(rewards: Tensor, num_generations: int, weights: Sequence[float] | None = None) -> Tensor:
+    """Advantage of each answer from several rewards, each standardised by itself before they are summed: GDPO.
+
+    A_i = (s_i - mean) / (std + 1e-4),   s_i = Σ_f w_f (r_if - mean_gf) / (std_gf + 1e-4)
+
+    with mean_gf and std_gf over the answers of group g that reward f scored, and mean and std over the batch.
+
+    Args:
+        rewards: one of each function per answer, shape (B, F), in units of reward; the G answers to a prompt are
+            adjacent. NaN where one does not apply to an answer.
+        num_generations: G, answers per prompt, at least 2; B is a multiple of it.
+        weights: w, F numbers; None: all 1.
+
+    Returns:
+        A, shape (B,), detached, without unit. Exactly 0 for answers that nothing scored.
+
+    Raises:
+        ValueError: rewards does not have two dimensions, or as :func:`group_advantages` and :func:`combine_rewards`.
+
+    Source: Liu et al. 2026, arXiv:2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
+    """
+    require_ndim("rewards", rewards, 2, "[B, F]")
+    columns = [group_advantages(column, num_generations, "group") for column in rewards.unbind(1)]
+    own = torch.stack(columns, 1).masked_fill(rewards.isnan(), torch.nan)
+    return batch_advantages(combine_rewards(own, weights))
+
+
 def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """Weighted sum of several rewards per answer.
 

@@ -1,9 +1,12 @@
 """Advantages of groups of completions: functions from rewards [P, G] to advantages [P, G], by name or import path.
 
+One with a parameter ``rewards_per_func`` gets the rewards of each function, [P, G, F], and their ``weights`` instead.
 Rewards are those of all ranks, one row per prompt. A NaN marks a completion without a score; its advantage is 0.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from rl_modules.language.grpo import GRPO
 
 
-GroupScores = Callable[[Tensor], Tensor]
+GroupScores = Callable[..., Tensor]
 
 
 def grpo(rewards: Tensor) -> Tensor:
@@ -41,11 +44,20 @@ def reinforce_plus_plus(rewards: Tensor) -> Tensor:
     return F.batch_advantages(rewards.flatten()).view_as(rewards)
 
 
-ADVANTAGES: dict[str, GroupScores] = {
-    function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus)
+def gdpo(rewards_per_func: Tensor, weights: list[float] | None) -> Tensor:
+    """Returns each function's rewards standardised by itself, summed and standardised over the batch
+    (arXiv:2601.05242).
+    """
+    prompts, num_generations, functions = rewards_per_func.shape
+    flat = rewards_per_func.reshape(-1, functions)
+    return F.gdpo_advantages(flat, num_generations, weights).view(prompts, num_generations)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus, gdpo)
 }
 #: Functions whose baseline is that of the group, which a group of one completion lacks.
-IN_GROUPS = (grpo, dr_grpo, rloo)
+IN_GROUPS = (grpo, dr_grpo, rloo, gdpo)
 
 
 def load_argument(module: "GRPO") -> GroupScores | None:
@@ -60,6 +72,24 @@ def load_advantages(name: str) -> GroupScores:
         return ADVANTAGES[name]
     found: GroupScores = load_object(name, "advantages", ADVANTAGES, "a function from rewards [P, G] to advantages")
     return found
+
+
+def reads_each_function(function: GroupScores) -> bool:
+    """Whether a function from rewards to advantages takes those of each reward function, by a parameter's name."""
+    with suppress(TypeError, ValueError):  # of a callable without a signature
+        return "rewards_per_func" in signature(function).parameters
+    return False
+
+
+def scores_of_each(module: "GRPO", function: GroupScores, rollout: dict[str, Any]) -> Tensor:
+    """Returns A of the completions of all ranks, [B], by a function of the rewards of each reward function."""
+    rewards = module.gathered(rollout["rewards"])
+    rewards = rewards.view(-1, rollout["num_generations"], rewards.shape[1])
+
+    def by_each(_: Tensor) -> Tensor:
+        return function(rewards_per_func=rewards, weights=module.reward_weights)
+
+    return scores_by(by_each, rewards[..., 0], module.hparams["advantages"]).flatten()
 
 
 def scores_by(function: GroupScores, rewards: Tensor, given: Any) -> Tensor:

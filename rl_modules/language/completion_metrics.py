@@ -67,12 +67,13 @@ def table_is_due(module: LanguagePolicy) -> bool:
 def record_generation(
     module: LanguagePolicy, rollout: dict[str, Any], fields: dict[str, Tensor], entropy: Tensor | None
 ) -> None:
-    """Records GRPO's generation; without the tokens' ``entropy`` [B, L] their log-probabilities estimate it."""
+    """Records GRPO's generation, and the tokens' ``entropy`` [B, L]; None: its estimate by their log-probabilities."""
     spread = -rollout["log_prob"] if entropy is None else entropy
     spread = torch.where(written_mask(rollout), spread, 0.0).sum(1)
     columns = (rollout["reward"], rollout.get("earned", rollout["reward"]), spread)
     reward, earned, spread, length, finished = record_completions(module, rollout, *columns)
-    metrics = {"entropy": spread.sum() / length.sum(), **length_metrics(length, finished)}
+    name = "sampled_entropy" if entropy is None else "entropy"
+    metrics = {name: spread.sum() / length.sum(), **length_metrics(length, finished)}
     if (num_generations := rollout["num_generations"]) > 1:  # groups of one, of another baseline, have no spread
         centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
         metrics["frac_reward_zero_std"] = (centred == 0).all(1).float().mean()

@@ -16,8 +16,10 @@ from rl_modules.language.advantages import (
     code_of_advantages,
     load_argument,
     path_of,
+    reads_each_function,
     require_advantages,
     scores_by,
+    scores_of_each,
     turn_advantages,
 )
 from rl_modules.language.architecture import wants_router_loss
@@ -118,12 +120,12 @@ class GRPO(PolicyWithReference):
         idle=lambda m: m.advantage_function is not None and "beside advantages, which scale by themselves",
     )
     advantage_function: Converted[
-        Annotated[Callable[..., Tensor] | str | None, str | None], Callable[[Tensor], Tensor] | None
+        Annotated[Callable[..., Tensor] | str | None, str | None], Callable[..., Tensor] | None
     ] = setting(
         default=None,
         says="function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
-        "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
-        "Python also the function itself",
+        "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, ``gdpo``, or an import path "
+        "``my_package.my_function``; in Python also the function itself",
         alias="advantages",
         stores=path_of,
         code=code_of_advantages,
@@ -267,7 +269,10 @@ class GRPO(PolicyWithReference):
         fields = {**{name: rollout[name] for name in names if name in rollout}, "mask": mask}
         fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
-        advantage = self.advantages(everyone, rollout["num_generations"])
+        if self.advantage_function is not None and reads_each_function(self.advantage_function):
+            advantage = scores_of_each(self, self.advantage_function, rollout)
+        else:
+            advantage = self.advantages(everyone, rollout["num_generations"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
         if self.reward_to_go:
@@ -372,6 +377,9 @@ class GRPO(PolicyWithReference):
         if entropy is None:
             loss = self.policy_loss(log_prob, batch)
         else:
+            if not self.rescores:  # else the generation's pass has recorded it
+                spread = F.masked_mean(entropy.detach(), batch["mask"])
+                self.record(batch["mask"].sum(), entropy=spread)
             batch, bonus = entropy_terms(self, entropy, batch)
             loss = self.policy_loss(log_prob, batch) - bonus
         self.record_minibatch(log_prob.detach(), loss.detach(), batch)

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_modules.language.advantages import gdpo, scores_of_each
 from rl_modules.language.grpo import GRPO
+from rl_modules.language.tokenizer import character_tokenizer
 
+trl = pytest.importorskip("trl", reason="needs the test extra")
 pytestmark = pytest.mark.bench
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -180,3 +185,27 @@ def test_clip_ratios_equal_trl(level):
     for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
         assert float(recorded[f"clip_ratio/{name}"]) == pytest.approx(theirs[f"clip_ratio/{name}"][0], rel=1e-5), name
     assert recorded["clip_ratio/high_max"] > 0
+
+
+def test_gdpo_equals_trl(tmp_path):
+    """The rewards of three functions for four prompts; some score nothing, one group nothing at all."""
+    nan, generator = torch.nan, torch.Generator().manual_seed(0)
+    rewards = torch.randn(16, 3, generator=generator) * torch.tensor([1.0, 10.0, 0.1])
+    rewards[0], rewards[3, 1], rewards[4:8, 0], rewards[12:] = nan, nan, 0.5, nan
+    tokenizer, weights = character_tokenizer(), [1.0, 0.5, 2.0]
+    names = ("one", "two", "three")
+    functions = [lambda completions, **columns: [0.0] * len(completions) for _ in names]
+    for function, name in zip(functions, names, strict=True):
+        function.__name__ = name
+    args = trl.GRPOConfig(
+        str(tmp_path), report_to=[], use_cpu=True, bf16=False, num_generations=4, per_device_train_batch_size=16,
+        max_completion_length=2, multi_objective_aggregation="normalize_then_sum", reward_weights=weights,
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", vocab_size=len(tokenizer), **TINY))
+    prompts = [{"prompt": text} for text in "abcd" for _ in range(4)]
+    trainer = trl.GRPOTrainer(network, functions, args, Dataset.from_list(prompts), processing_class=tokenizer)
+    trainer._calculate_rewards = lambda *given: rewards
+    theirs = trainer._generate_and_score_completions(prompts)["advantages"]
+    module = GRPO(model_config=TINY, advantages="gdpo", reward_weights=weights)
+    rollout = {"rewards": rewards, "num_generations": 4}
+    torch.testing.assert_close(scores_of_each(module, gdpo, rollout), theirs, atol=1e-5, rtol=0)

@@ -55,6 +55,7 @@ SIGNATURES = {
     "with_tail": "(log_prob)",
     "rloo_advantages": "(reward, num_generations)",
     "batch_advantages": "(reward)",
+    "gdpo_advantages": "(rewards, num_generations, weights=None)",
     "importance_weights": ("(log_prob, sampling_log_prob, mask, mode='token_truncate', clip_min=None, clip_max=3.0)"),
     "soft_overlong_punishment": "(length, max_completion_length, soft_punish_cache)",
     "pass_at_k": "(num_samples, num_correct, k)",
@@ -187,6 +188,7 @@ def cases():
     yield "distillation_advantage", f.distillation_advantage, (lp, old, mask)
     yield "rloo_advantages", lambda r: f.rloo_advantages(r, 2), (lp[:, 0],)
     yield "batch_advantages", f.batch_advantages, (lp[:, 0],)
+    yield "gdpo_advantages", lambda x: f.gdpo_advantages(x, 2), (lp[:, :3],)
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
         yield (
             f"importance_weights {mode}",

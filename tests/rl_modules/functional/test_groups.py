@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_modules.functional import batch_advantages, combine_rewards, group_advantages, rloo_advantages
+from rl_modules.functional import (
+    batch_advantages,
+    combine_rewards,
+    gdpo_advantages,
+    group_advantages,
+    rloo_advantages,
+)
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -158,6 +164,20 @@ def test_leave_one_out_refuses_by_name():
         rloo_advantages(torch.zeros(4, 1), 2)
     with pytest.raises(ValueError, match=r"^num_generations must be at least 2"):
         rloo_advantages(torch.zeros(4), 1)
+
+
+# -------------------------------------------------------------------- GDPO
+
+
+def test_gdpo_advantages_by_hand():
+    """The second function's rewards are a thousand times the first's, and count as much; the last row is unscored."""
+    rewards = torch.tensor([[0.0, 1000.0], [1.0, 0.0], [1.0, NAN], [0.0, NAN], [2.0, 5.0], [NAN, NAN]])
+    half = 0.5**0.5
+    sums = torch.tensor([-half + half, half - half, half, -half, 0.0])
+    expected = [*((sums - sums.mean()) / (sums.std() + 1e-4)), 0.0]
+    torch.testing.assert_close(gdpo_advantages(rewards, 2), torch.tensor(expected), atol=1e-3, rtol=0)
+    weighted = gdpo_advantages(rewards[:2], 2, [1.0, 3.0])  # -half + 3 half and half - 3 half
+    torch.testing.assert_close(weighted, torch.tensor([half, -half]), atol=1e-3, rtol=0)
 
 
 # -------------------------------------------------------------------- REINFORCE++

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.common.errors import UsageError
+from rl_modules.functional import gdpo_advantages
 from rl_modules.language.entropy import quantile, uncertain_tokens
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
@@ -366,7 +367,8 @@ def test_metrics_have_trls_names_and_values(tmp_path):
         _, entropy = completion_log_probs(module.reference, rollout["tokens"], rollout["prompt_length"],
                                           rollout["length"], entropy=True)  # fmt: skip
     # Estimated from some 40 sampled tokens of a nearly uniform distribution.
-    assert metrics["train/entropy"] == pytest.approx((entropy.sum() / lengths.sum()).item(), rel=0.05)
+    assert "train/entropy" not in metrics
+    assert metrics["train/sampled_entropy"] == pytest.approx((entropy.sum() / lengths.sum()).item(), rel=0.05)
 
 
 def test_clip_ratios_are_shares_of_all_tokens():
@@ -771,6 +773,29 @@ def test_advantages_that_can_not_be_used_are_refused(given, sentence):
     module.given = given
     with pytest.raises(UsageError, match=sentence):
         fit(module, addition("scored_odd_only"), max_steps=1)
+
+
+def of_each(rewards_per_func, weights):
+    return (rewards_per_func * torch.tensor(weights)).amax(2) - rewards_per_func.mean((1, 2)).unsqueeze(1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [of_each, "gdpo"])
+def test_a_function_of_advantages_may_read_the_rewards_of_each_function(given, monkeypatch):
+    module, seen = grpo(advantages=given, reward_weights=[1.0, 2.0], entropy_coef=0.1), []
+    monkeypatch.setattr(
+        module, "prepare", lambda rollout, own=module.prepare: seen.append((rollout, own(rollout))) or seen[-1][1]
+    )
+    fit(module, addition(reward_funcs=[f"{HERE}:digit_reward", "accuracy"]), max_steps=1)
+    ((rollout, fields),) = seen
+    rewards = rollout["rewards"].view(-1, rollout["num_generations"], 2)
+    expected = (
+        of_each(rewards, [1.0, 2.0]).flatten()
+        if given is of_each
+        else gdpo_advantages(rollout["rewards"], rollout["num_generations"], [1.0, 2.0])
+    )
+    torch.testing.assert_close(fields["advantage"], expected)
+    assert 0 < module.latest_metrics["train/entropy"] <= math.log(len(module.tokenizer))
 
 
 @pytest.mark.long
