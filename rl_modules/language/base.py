@@ -51,8 +51,10 @@ from rl_modules.language.models import (
     name_alone,
     name_or_object,
 )
+from rl_modules.language.muon import muon_with_adamw
 from rl_modules.language.optimizer import (
     KINDS,
+    OPTIMIZERS,
     adamw,
     beside_optimizer,
     beside_scheduler,
@@ -185,8 +187,15 @@ class LanguageModule(LanguageMetrics):
         idle=without_arguments,
     )
     warmup_steps: int = setting(default=0, says="optimizer steps of linear warm-up", least=0, idle=without_warmup)
+    optim: str = setting(
+        default="adamw",
+        says="``adamw``; ``muon``: torch's Muon for hidden matrices and AdamW for embeddings, the output layer, norms "
+        "and biases; ``adamw_8bit``, ``paged_adamw_8bit`` or ``paged_adamw_32bit`` of bitsandbytes",
+        one_of=OPTIMIZERS,
+        idle=beside_optimizer,
+    )
     weight_decay: float = setting(
-        default=0.0, says="of AdamW, on matrices (not on biases and norms)", least=0, idle=beside_optimizer
+        default=0.0, says="of AdamW and Muon, on matrices (not on biases and norms)", least=0, idle=beside_optimizer
     )
     max_grad_norm: float | None = setting(
         default=1.0,
@@ -197,7 +206,7 @@ class LanguageModule(LanguageMetrics):
     optimizer_factory: OptimizerFactory | None = setting(
         alias="optimizer",
         default=None,
-        says="callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings above",
+        says="callable from parameters to an optimizer with its own learning rate; None: ``optim``",
         stores=False,
         check=require_callable,
         code=named_code,
@@ -478,8 +487,8 @@ class LanguageModule(LanguageMetrics):
     # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """Returns AdamW with weight decay on matrices, but not on biases and norms."""
-        return adamw(self, parameters)
+        """Returns ``optim`` with weight decay on matrices, but not on biases and norms."""
+        return (muon_with_adamw if self.optim == "muon" else adamw)(self, parameters)
 
     def configure_optimizers(self) -> Any:
         warn_of_idle(self.declared_settings, self.hparams, self.idle_arguments())

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 #: Schedules that go by optimizer steps; the others follow a metric, which is not known at every step.
 KINDS = tuple(kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy"))
+_OF_BITSANDBYTES = {
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW32bit",
+}
+#: Values of ``optim``.
+OPTIMIZERS = ("adamw", "muon", *_OF_BITSANDBYTES)
 #: Schedules for which transformers reads no further arguments.
 _CONSTANT = ("constant", "constant_with_warmup")
 
@@ -32,7 +39,20 @@ def adamw(module: "LanguageModule", parameters: Iterable) -> torch.optim.Optimiz
     clips_itself = not by_value and trainer.strategy.root_device.type == "cuda"
     fused = trainer.precision in ("32-true", "64-true", "bf16-true", *["bf16-mixed"] * clips_itself)
     filled = [group for group in groups if group["params"]]
+    if module.optim != "adamw":
+        return of_bitsandbytes(module.optim)(filled, lr=module.learning_rate, eps=module.adam_eps)
     return torch.optim.AdamW(filled, lr=module.learning_rate, eps=module.adam_eps, fused=fused)
+
+
+def of_bitsandbytes(name: str) -> Any:
+    """Returns the class of an AdamW of bitsandbytes, whose moments have 8 bits or move to the host's memory."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UsageError(
+            f"optim={name} needs a package that is not installed: pip install bitsandbytes; or take adamw"
+        ) from error
+    return getattr(bitsandbytes.optim, _OF_BITSANDBYTES[name])
 
 
 def schedule_of(module: "LanguageModule", optimizer: torch.optim.Optimizer) -> Any:
