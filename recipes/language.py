@@ -10,10 +10,13 @@ import torch
 
 import rl_modules
 from recipes import saved_runs
+from recipes.model_card import PACKAGES, model_card
 from rl_modules.common.errors import UsageError, did_you_mean, naming
 from rl_modules.common.foreign_names import default_of
 from rl_modules.common.loading import load_object
 from rl_modules.common.stored_arguments import building, settings_of
+from rl_modules.language.adapter_folder import export_adapters
+from rl_modules.language.export import export_tokenizer
 from rl_modules.language.server_token import (
     FILE_VARIABLE,
     SAYS_VARIABLE,
@@ -46,8 +49,8 @@ def require_room(model: Any, data: Any, fits: bool) -> None:
         )
 
 
-def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
-    """Writes a checkpoint's model as a Hugging Face directory."""
+def export(ckpt_path: str, output: str, model: str | None = None, adapters: bool = False) -> Path:
+    """Writes a checkpoint's model as a Hugging Face directory, or its adapters as a folder of peft's, with a card."""
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
@@ -73,7 +76,59 @@ def export(ckpt_path: str, output: str, model: str | None = None) -> Path:
     else:
         module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
     hide_transformers_bars()
-    return module.export(folder)
+    if adapters:
+        frozen = settings_of(checkpoint)["description"]["frozen"].get("model.", {})
+        export_adapters(module.model, frozen.get("path", settings_of(checkpoint)["model_name_or_path"]), folder)
+        export_tokenizer(module.tokenizer, folder)
+    else:
+        module.export(folder)
+    (folder / "README.md").write_text(_card(checkpoint, ckpt_path, folder, adapters), "utf-8")
+    return folder
+
+
+def _card(checkpoint: dict[str, Any], ckpt_path: str, folder: Path, adapters: bool) -> str:
+    """The model card of an export."""
+    algorithm, settings = checkpoint["algorithm"], settings_of(checkpoint)
+    own = {name: value for name, value in settings.items() if value is not None and name != "description"}
+    data = settings_of(checkpoint, "datamodule_hyper_parameters")
+    source = next((str(data[name]) for name in ("task", "path", "dataset") if data.get(name) is not None), "its data")
+    auto = "AutoModelForSequenceClassification" if algorithm == "RewardModel" else "AutoModelForCausalLM"
+    load = f"from peft import AutoPeft{auto[4:]}" if adapters else f"from transformers import {auto}"
+    base = settings.get("model_name_or_path")
+    known = checkpoint.get("monitored") or {}
+    config = Path(ckpt_path).resolve().parents[1] / "config.yaml"
+    return model_card(
+        folder.resolve().name,
+        f"{'LoRA adapters' if adapters else 'A language model'} trained by {algorithm} on {source}"
+        + (f", from {base}." if base else ", from new weights."),
+        task_type="text-classification" if algorithm == "RewardModel" else "text-generation",
+        dataset=source,
+        results={name: f"{float(value):.4g}" for name, value in known.items() if name.startswith("eval/")},
+        settings={"model": own, "data": {name: value for name, value in data.items() if value is not None}},
+        command=f"rl fit --config {config.name}" if config.is_file() else f"rl fit --model {algorithm} ...",
+        usage=f"{load}\n\nmodel = {load.rpartition(' ')[2]}.from_pretrained({folder.name!r})",
+        tags=(algorithm.lower(), *(["peft", "lora"] if adapters else [])),
+        base_model=base if isinstance(base, str) and not Path(base).exists() else None,
+        packages=(*PACKAGES, "transformers", "peft"),
+    )
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder to a repository of the Hugging Face Hub, made where there is none; returns its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"push_to_hub={name!r}: the Hub refuses the upload ({reason}); log in with `hf auth login`, and give "
+            "user/name"
+        ) from error
+    return address
 
 
 def _policy_alone(checkpoint: dict[str, Any]) -> Any:

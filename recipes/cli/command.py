@@ -104,11 +104,14 @@ def _run_alone(command: str, given: Any) -> None:
         serve(given)
     elif command == "export":
         add_working_directory()
-        from recipes.language import export
+        from recipes.language import export, push_folder
 
         quiet()
-        folder = export(given.ckpt_path, given.output, given.model)
-        print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+        folder = export(given.ckpt_path, given.output, given.model, given.adapters)
+        loads = "peft's AutoPeftModelForCausalLM" if given.adapters else "transformers'"
+        print(f"exported to {folder}: {loads}.from_pretrained({str(folder)!r}) loads it".replace("'.from", "' from"))
+        if given.push_to_hub:
+            print(f"uploaded to {push_folder(folder, given.push_to_hub)}")
     elif command == "import-sb3":
         add_working_directory()
         from recipes.sb3_import import import_sb3

@@ -76,6 +76,14 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str | tuple[str, ...], dict[str, Any]]
                 "help": "a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt",
             },
             "--output": {"required": True, "metavar": "FOLDER", "help": "the directory to write"},
+            "--adapters": {
+                "action": "store_true",
+                "help": "of a run with lora: the adapters alone, a folder that peft loads; without it they are merged",
+            },
+            "--push_to_hub": {
+                "metavar": "NAME",
+                "help": "also upload the directory to this repository of the Hugging Face Hub, as the logged-in user",
+            },
             "--model": {"metavar": "CLASS", "help": "import path of the algorithm, if it is not part of rl_modules"},
         },
     ),

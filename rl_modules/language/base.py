@@ -104,8 +104,9 @@ class LanguageModule(LanguageMetrics):
         alias="model_name_or_path",
         default=None,
         says="directory, hub name or GGUF file (``package/file.gguf`` within an installed package) of a pretrained "
-        "model, in Python also the model itself, which is copied; None: a randomly initialised model. A checkpoint of "
-        "a run that began with an object holds all of its weights",
+        "model, or a folder of LoRA adapters, which are merged into their base; in Python also the model itself, which "
+        "is copied; None: a randomly initialised model. A checkpoint of a run that began with an object holds all of "
+        "its weights",
         kw_only=False,
         check=name_or_object,
         stores=name_alone,

@@ -29,7 +29,8 @@ class PlainTokenizer(PreTrainedTokenizerFast):
 
 
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
-    """Writes a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
+    """Writes a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in, in
+    float32.
 
     An output layer tied to the embedding is written apart if adapters make the two differ. The config has the dropout
     rates that reinforcement learning sets to 0.
@@ -37,7 +38,7 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     if is_sharded(model):
         return _export_sharded(model, tokenizer, Path(folder))
     if hasattr(model, "merge_and_unload"):
-        model = merged(model)
+        model = merged(model, torch.float32)  # 16 bits would lose small changes
     folder = Path(folder)
     _name_eos_token(model, tokenizer)
     with original_dropout(model.config):

@@ -132,12 +132,16 @@ def _needs_cast(x: Any) -> bool:
 # -------------------------------------------------------------------- merging
 
 
-def merged(model: Any) -> PreTrainedModel:
-    """Returns a copy of a model with merged adapters; a tied output layer is a weight of its own if it differs."""
+def merged(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Returns a copy of a model with merged adapters, added in ``dtype``; None: in that of its weights.
+
+    A tied output layer is a weight of its own if it differs.
+    """
     if getattr(model, "is_quantized", False):
         model = with_plain_weights(model)
     else:
         model = copy.deepcopy(model)
+    model = model if dtype is None else model.to(dtype)
     network = model.get_base_model()
     if adapts_tied_weight(network):
         head = _base_layer(network.get_output_embeddings())

@@ -26,6 +26,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.named_code import named_code, named_kernels, named_modules, refuse_named
 from rl_modules.common.seeding import GLOBAL_GENERATORS
 from rl_modules.language import sharding, vision
+from rl_modules.language.adapter_folder import is_adapter_folder, merged_directory
 from rl_modules.language.architecture import freeze_unread_parts, require_head, transformers_model
 from rl_modules.language.fast.kernels import checkpoint_activations
 from rl_modules.language.fast.varlen import NAME
@@ -209,6 +210,8 @@ def name_or_object(name: str, value: Any) -> Any:
     """A name, or the object in a tuple, because an attribute would become a part of the module."""
     if isinstance(value, str) and value.endswith(".gguf"):
         return directory_of(value)
+    if isinstance(value, str) and is_adapter_folder(value):
+        return merged_directory(value)
     return value if value is None or isinstance(value, str) or hasattr(value, "__fspath__") else (value,)
 
 

@@ -327,21 +327,6 @@ def test_a_lora_config_is_its_arguments(tmp_path: Path) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize(("algorithm", "head"), [(SFT, "CausalLM"), (RewardModel, "SequenceClassification")])
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
-    algorithm: Any, head: str, tokenizer: bool, tmp_path: Path
-) -> None:
-    module = algorithm(model_config=TINY, lora=LORA)
-    module.configure_model()
-    module.model.save_pretrained(tmp_path / "adapters")
-    if tokenizer:
-        module.tokenizer.save_pretrained(tmp_path / "adapters")
-    given = algorithm(model_name_or_path=str(tmp_path / "adapters"))
-    with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
-        given.configure_model()
-
-
 def test_biases_that_were_trained_in_float32_are_evaluated_in_16_bits() -> None:
     module = SFT(model_config=TINY, lora={**LORA, "bias": "all"}, max_completion_length=4)
     data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=4)
