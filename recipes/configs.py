@@ -120,7 +120,7 @@ def copy(name: str, target: str) -> Path:
 # ---------------------------------------------------------------- the field guide's notebooks
 
 #: The first notebook, by which the folder is found.
-FIRST = "01_dynamic_programming.ipynb"
+FIRST = "00_bandits.ipynb"
 
 
 def learn(folder: Path, opens: bool) -> None:

@@ -5,7 +5,8 @@
 # four real numbers: position and speed of a cart, angle and angular speed of the pole on it. No state occurs twice.
 # This page replaces the table by a network.
 #
-# **Before:** [4. Q-learning](04_q_learning.ipynb) · **Next:** [6. REINFORCE](06_reinforce.ipynb) ·
+# **Before:** [4. Q-learning](04_q_learning.ipynb) · **Next:** [5b. Distributions of
+# returns](05b_distributions.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## From a table to a regression

@@ -5,7 +5,7 @@
 # question whether a policy can be improved directly. This page derives the gradient of the expected return, and
 # follows it.
 #
-# **Before:** [5. DQN](05_dqn.ipynb) · **Next:** [6b. The policy gradient
+# **Before:** [5b. Distributions of returns](05b_distributions.ipynb) · **Next:** [6b. The policy gradient
 # theorem](06b_policy_gradient_theorem.ipynb) · [glossary](glossary.md)
 #
 # ## The policy gradient theorem
