@@ -1,4 +1,6 @@
 """Corrections of Lightning's loops, as of Lightning 2.6: a run resumes exactly, and an algorithm's own steps count.
+``tests/rl_modules/core/test_lightning_faults.py`` shows each fault by a plain LightningModule, under the name of its
+correction.
 :mod:`rl_modules.core.hooks` has those that every fit needs.
 """
 

@@ -396,7 +396,7 @@ def test_checkpoint_alone_is_enough_to_act(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"buffer_size": 100}, "buffer_size=100 differs from the checkpoint's 60; resume with as much"),
+    ({"buffer_size": 100}, "buffer_size=100 differs from the checkpoint's 60; resume with that"),
     ({"prioritized_replay": True}, "prioritized_replay=True differs from the checkpoint's"),
 ])  # fmt: skip
 def test_another_replay_than_the_checkpoint_is_refused(tmp_path, arguments, message):

@@ -51,7 +51,7 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
         (b'{"prompt": "a"', r"data.jsonl:2: not valid JSON in UTF-8, .* in column 15"),
         (b'["prompt"]', "data.jsonl:2: a list, where an object"),
         (b'{"prompt": "a\xff"}', "data.jsonl:2: not valid JSON in UTF-8, .* byte 0xff in position 13"),
-        (b'{"prompt": "\\ud800"}', r"data.jsonl:2: 'prompt' has '\\ud800' in place 0"),
+        (b'{"prompt": "\\ud800"}', r"data.jsonl:2: 'prompt': .*character '\\ud800' in position 0"),
         (b"[" * 100_000, "data.jsonl:2: not valid JSON"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", "data.jsonl:2: not valid JSON"),
         (
