@@ -57,7 +57,7 @@ class RecordLoading(LanguageArguments):
     def forget_records(self) -> None:
         """Drops the encoded records, to load them for another module; a subclass drops what it made of them."""
         self.train_records, self.eval_records = [], []
-        self._encoding = None
+        self._encoding = self.images = None
 
     def records_per_row(self, records: Iterator[Record]) -> int:
         """Returns how many records :meth:`encode` makes of a streamed row; ``records`` reads those of the source."""
@@ -185,6 +185,8 @@ class RecordLoading(LanguageArguments):
                 f"{self.source} has images, from which {type(self.policy).__name__} does not learn; SFT, DPO, KTO, "
                 "GRPO and RLOO do, or leave the column out"
             )
+        if (sampler := getattr(self.policy, "hparams", {}).get("sampler", "native")) != "native":
+            raise UsageError(f"{self.source} has images, which sampler={sampler} does not take; take native")
 
     def row_images(self, records: Sequence[Record]) -> "list[RowImages] | None":
         """The images of each record; None where there are none."""

@@ -209,13 +209,11 @@ class PromptDataModule(LanguageDataModule):
 
     def require_images(self) -> None:
         super().require_images()
-        own = {"environment": self.environment, "async_generations": self.async_generations}
-        settings = self.policy.hparams
-        named = {"sampler": settings["sampler"], "reward_model_name_or_path": settings.get("reward_model_name_or_path")}
-        usual = {"environment": None, "async_generations": 0, "sampler": "native", "reward_model_name_or_path": None}
-        for name, value in {**own, **named}.items():
-            if value != usual[name]:
-                raise UsageError(f"{self.source} has images, with which {name} must be {usual[name]}; got {value!r}")
+        judge = self.policy.hparams.get("reward_model_name_or_path")
+        given = {"environment": self.environment, "async_generations": self.async_generations or None}
+        for name, value in {**given, "reward_model_name_or_path": judge}.items():
+            if value is not None:
+                raise UsageError(f"{self.source} has images, with which there is no {name}; leave {value!r} out")
 
     @property
     def generation_size(self) -> int:
