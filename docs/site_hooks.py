@@ -44,6 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages["reference/errors.md"] = error_page()
     pages["reference/functional.md"] = functional_page()
     pages.update(class_pages())
+    config.nav = [with_classes(entry) for entry in config.nav]
     for notebook in sorted((DOCS / "ladder").glob("*.ipynb")):
         page, pictures = notebook_page(notebook)
         pages[f"ladder/{notebook.stem}.md"] = page
@@ -57,6 +58,8 @@ def on_files(files: Any, config: Any) -> Any:
 #: Reference pages whose classes and functions have a page each.
 SPLIT = tuple(f"reference/{name}.md" for name in ("algorithms", "language", "datamodules", "callbacks"))
 OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
+#: The page's title is the heading of its class.
+WITHOUT_HEADING = "    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"
 
 
 def class_page(page: str, path: str) -> str:
@@ -67,10 +70,22 @@ def class_page(page: str, path: str) -> str:
 def class_pages() -> dict[str, str]:
     """Returns the pages of the classes and functions that the pages of :data:`SPLIT` list."""
     return {
-        class_page(page, match[1]): f"# {match[1].rpartition('.')[2]}\n\n::: {match[1]}\n"
+        class_page(page, match[1]): f"# {match[1].rpartition('.')[2]}\n\n::: {match[1]}\n{WITHOUT_HEADING}"
         for page in SPLIT
         for match in OBJECT.finditer((DOCS / page).read_text("utf-8"))
     }
+
+
+def with_classes(entry: Any) -> Any:
+    """Returns an entry of the navigation where the pages of :data:`SPLIT` have those of their classes below them."""
+    if isinstance(entry, dict):
+        return {title: with_classes(inside) for title, inside in entry.items()}
+    if isinstance(entry, list):
+        return [with_classes(inside) for inside in entry]
+    if entry not in SPLIT:
+        return entry
+    paths = [match[1] for match in OBJECT.finditer((DOCS / entry).read_text("utf-8"))]
+    return [entry, *({path.rpartition(".")[2]: class_page(entry, path)} for path in paths)]
 
 
 def class_line(page: str, path: str) -> str:

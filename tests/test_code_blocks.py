@@ -1,7 +1,8 @@
 """Every Python block of README and docs runs, with shortened totals, and every printed command can work.
 
 A block below the line ``<!-- fragment -->`` quotes a method and is no program. All others run from top to bottom; a
-class that a block defines trains for one epoch. :data:`SHORTER` says which numbers are replaced.
+class that a block defines trains for one epoch. :mod:`tests.documented` says which numbers are replaced, and runs them
+where no more than an extra is installed.
 """
 
 import importlib.util
@@ -21,13 +22,13 @@ from recipes import configs
 from recipes.cli import main
 from rl_modules.base import ControlModule
 from rl_modules.tabular import TabularControl
+from tests.documented import SECTIONS, shortened
+from tests.documented import blocks as documented_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-#: What a block's numbers are replaced by.
-SHORTER = {"total_timesteps": 512, "max_steps": 2, "n_train": 64}
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-_BLOCK = re.compile(r"(<!-- fragment -->\n)?```python\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?:fragment|not run: [^\n]*) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
 def blocks():
@@ -41,12 +42,6 @@ def blocks():
         for i, (fragment, code) in enumerate(_BLOCK.findall((ROOT / page).read_text("utf-8"))):
             if not fragment:
                 yield pytest.param(code, id=f"{page}:{i}")
-
-
-def shortened(code):
-    for name, value in SHORTER.items():
-        code = re.sub(rf"\b{name}=[\d_]+", f"{name}={value}", code)
-    return code
 
 
 def train(cls):
@@ -126,3 +121,10 @@ def test_the_readme_s_commands_work_in_order(tmp_path, monkeypatch, capsys):
     assert "PPO on CartPole-v1  mean return" in out
     assert Path("episodes.csv").is_file()
     assert os.path.exists("mine.yaml")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_bare_environment_runs_every_block_or_knows_why_not(section):
+    for page in (ROOT / "docs" / section).glob("*.md"):
+        found = list(documented_blocks(page))
+        assert len(found) == len(re.findall(r"^```(?:bash|python)$", page.read_text("utf-8"), re.MULTILINE)), page

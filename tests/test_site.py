@@ -132,7 +132,10 @@ def test_the_site_s_own_files_load_nothing_from_elsewhere():
 
 def test_each_class_of_the_reference_has_a_page():
     pages = site_hooks.class_pages()
-    assert pages["reference/algorithms/PPO.md"] == "# PPO\n\n::: rl_modules.ppo.PPO\n"
+    page = pages["reference/algorithms/PPO.md"]
+    assert page.startswith("# PPO\n\n::: rl_modules.ppo.PPO\n") and "show_root_heading: false" in page
+    inside = site_hooks.with_classes([{"Algorithms": "reference/algorithms.md"}])[0]["Algorithms"]
+    assert inside[0] == "reference/algorithms.md" and {"PPO": "reference/algorithms/PPO.md"} in inside
     listed = site_hooks.on_page_markdown((ROOT / "docs/reference/algorithms.md").read_text("utf-8"), Page("reference/"))
     assert ":::" not in listed and "[`PPO`](algorithms/PPO.md): Proximal policy optimization" in listed
     objects = sum(
