@@ -1,8 +1,9 @@
 """Runs what the pages of start, how-to and algorithms show, in the environment of this Python: ``python -m
 tests.documented`` what needs no extra, ``python -m tests.documented sweep`` what needs that one. It needs no pytest.
 
-The blocks of a page run in their order in a folder that has a run of ``ppo/cartpole.yaml`` and a copy of that config;
-numbers of transitions are shortened. A line above a block says what is special about it:
+The blocks of a page run in their order in a folder that has a run each of ``ppo/cartpole.yaml`` and
+``a2c/cartpole.yaml``, and a copy of the first; numbers of transitions are shortened. A line above a block says what is
+special about it:
 
     <!-- extra: sweep -->            it needs an extra, or several
     <!-- not run: needs a GPU -->    why it is not run
@@ -34,12 +35,20 @@ OTHERS = {
 }
 #: What makes a command of `rl` short.
 SHORT = {
-    "fit": ["--data.total_timesteps=2048", "--data.n_test_episodes=1", "--data.n_eval_episodes=1"],
+    "fit": ["--data.total_timesteps=512", "--data.n_test_episodes=1", "--data.n_eval_episodes=1"],
     "validate": ["--data.n_eval_episodes=1"],
     "predict": ["--data.n_test_episodes=1"],
     "record": ["--data.eval_max_steps=50"],
     "sweep": ["--n_trials=2", "--data.total_timesteps=2048", "--data.n_test_episodes=1"],
 }
+#: For replay, where one transition may be followed by many updates.
+FEW_UPDATES = ["--data.learning_starts=100", "--data.total_timesteps=200"]
+#: The run that pages speak of has a hundred updates and more.
+PREPARED = (
+    ["copy", "ppo/cartpole.yaml", "mine.yaml"],
+    ["fit", "--config", "ppo/cartpole.yaml", *SHORT["fit"], "--data.total_timesteps=2048"],
+    ["fit", "--config", "a2c/cartpole.yaml", *SHORT["fit"]],
+)
 LONGEST_S = 300
 
 
@@ -85,15 +94,10 @@ def commands(block: Block) -> Iterator[tuple[list[str], str]]:
         for part in line.partition(" #")[0].split(" && "):
             words = shlex.split(part)
             if words and words[0] == "rl":
-                own = SHORT.get(words[1], [])
-                flags = [word for word in own if not (words[1] == "fit" and _is_language(words) and ".n_" in word)]
-                yield [sys.executable, "-m", "recipes", *words[1:], *flags], ""
+                own = [*SHORT.get(words[1], []), *(FEW_UPDATES if "ReplayDataModule" in words else [])]
+                yield [sys.executable, "-m", "recipes", *words[1:], *own], ""
             elif words:
                 yield words, OTHERS.get(words[0], f"{words[0]} is no program of this project")
-
-
-def _is_language(words: list[str]) -> bool:
-    return any(word.startswith(("grpo/", "sft/", "dpo/")) for word in words)
 
 
 def run(words: list[str]) -> str:
@@ -114,13 +118,10 @@ def main(installed: set[str]) -> int:
         prepared = Path(place, "prepared")
         prepared.mkdir()
         os.chdir(prepared)
-        for words in (
-            ["copy", "ppo/cartpole.yaml", "mine.yaml"],
-            ["fit", "--config", "ppo/cartpole.yaml", *SHORT["fit"]],
-        ):
+        for words in PREPARED:
             if said := run([sys.executable, "-m", "recipes", *words]):
                 raise SystemExit(f"rl {' '.join(words)}: {said}")
-        shutil.copy(next(prepared.rglob("last.ckpt")), "last.ckpt")
+        shutil.copy(next(prepared.glob("logs/PPO-*/*/checkpoints/last.ckpt")), "last.ckpt")
         for page in pages:
             # Commands of a page may need what its blocks before them left, so these run too.
             wanted = [block for block in blocks(page) if set(block.extras) <= installed]
