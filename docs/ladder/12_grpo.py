@@ -5,7 +5,7 @@
 # it. This page removes both: the other completions of the same prompt are the baseline, and a program checks the
 # answer. This is group relative policy optimization, the algorithm behind DeepSeek-R1.
 #
-# **Before:** [11c. Over-optimisation](11c_overoptimisation.ipynb) · **Next:** [13. Agents](13_agents.ipynb) ·
+# **Before:** [11c. Over-optimisation](11c_overoptimisation.ipynb) · **Next:** [12b. R1](12b_r1.ipynb) ·
 # [glossary](glossary.md)
 #
 # ## The group is the baseline
@@ -177,7 +177,7 @@ for name, model in (("SFT", sft), ("GRPO", policy)):
 #   other data (rejection sampling); (4) GRPO once more, with verifiers where there is a right answer and a reward
 #   model where there is none.
 #
-# [The R1 pipeline](../language/r1.md) runs both at a small scale.
+# [The next page](12b_r1.ipynb) runs both at a small scale.
 #
 # ## Turns and tools
 #

@@ -5,7 +5,7 @@
 # model that calls a tool, plays a game or works in a shell acts several times, and reads an answer in between. This
 # page returns to the maze of the first pages, as text, and asks the language model to walk in it.
 #
-# **Before:** [12. GRPO](12_grpo.ipynb) · **Next:** [14. Distillation](14_distillation.ipynb) · [glossary](glossary.md)
+# **Before:** [12b. R1](12b_r1.ipynb) · **Next:** [14. Distillation](14_distillation.ipynb) · [glossary](glossary.md)
 #
 # ## A dialogue is an episode
 #
