@@ -88,6 +88,9 @@ class ParallelLayerNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(k, 1, width)), nn.Parameter(torch.zeros(k, 1, width))
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)} of {self.weight.shape[2]}"
+
     def forward(self, x: Tensor) -> Tensor:
         k, _, width = x.shape
         return torch.addcmul(self.bias[:k], nnf.layer_norm(x, (width,)), self.weight[:k])

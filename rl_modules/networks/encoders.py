@@ -57,6 +57,9 @@ class VectorEncoder(nn.Module):
             self.options = [int(n) for n in space.nvec.reshape(-1)]
         self.out_features = sum(self.options) or math.prod(space.shape or ())
 
+    def extra_repr(self) -> str:
+        return f"out_features={self.out_features}"
+
     def forward(self, observation: Tensor) -> Tensor:
         flat = observation.flatten(1) if observation.dim() > 1 else observation[:, None]
         if not self.options:

@@ -78,6 +78,10 @@ class ParallelLinear(nn.Module):
             return torch.stack([torch.addmm(*layer) for layer in each])
         return torch.baddbmm(self.bias, x, self.weight)
 
+    def extra_repr(self) -> str:
+        k, in_features, out_features = self.weight.shape
+        return f"{k} of in_features={in_features}, out_features={out_features}"
+
 
 class ParallelMLP(nn.Module):
     """K MLPs with one input and the same widths, [B, sizes[0]] → K tensors [B, sizes[-1]], in one kernel per layer."""

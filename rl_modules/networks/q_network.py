@@ -139,6 +139,10 @@ class NoisyLinear(nn.Module):
         """The same of the bias."""
         return self.bias_mean if self._noise is None else torch.addcmul(self.bias_mean, self.bias_sigma, self._noise[1])
 
+    def extra_repr(self) -> str:
+        of = f"{self.lead[0]} of " if self.is_parallel else ""
+        return f"{of}in_features={self.in_features}, out_features={self.out_features}"
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.baddbmm(self.bias, x, self.weight) if self.is_parallel else nnf.linear(x, self.weight, self.bias)
 

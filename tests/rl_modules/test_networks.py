@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modules import evaluation_mode, tree_leaves, tree_map
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict
@@ -364,3 +365,14 @@ def test_images_are_described_as_the_encoder_sees_them(space, text):
         assert encoder.convolutions[0].in_channels == channels
         assert encoder(torch.as_tensor(space.sample())[None]).shape == (1, encoder.out_features)
         assert math.prod(space.shape) == channels * height * width
+
+
+def test_a_module_s_text_shows_the_sizes_of_its_layers():
+    kinds = {"observation_space": spaces.Box(-1, 1, (3,)), "action_space": spaces.Discrete(2)}
+    ppo, dqn = PPO(net_arch=[7, 5], **kinds), DQN(net_arch=[7], noisy=True, dueling=True, **kinds)
+    for model in (ppo, dqn):
+        model.configure_model()
+    assert "VectorEncoder(out_features=3)" in repr(ppo)
+    assert "ParallelLinear(2 of in_features=3, out_features=7)" in repr(ppo)
+    assert "NoisyLinear(2 of in_features=3, out_features=7)" in repr(dqn)
+    assert "NoisyLinear(in_features=7, out_features=2)" in repr(dqn)
