@@ -86,8 +86,8 @@ class PromptDataModule(LanguageDataModule):
     )
     rollouts_path: str | None = setting(
         default=None,
-        says="folder to which the completions of every generation are written with their records and rewards, for "
-        "``rl rescore``; None: none",
+        says="folder to which the completions of every generation are written with their records, rewards and what "
+        "the update used, for ``rl rollouts`` and ``rl rescore``; None: none",
     )
     ptx_batch_size: int = setting(
         default=0, says="demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0
@@ -318,7 +318,8 @@ class PromptDataModule(LanguageDataModule):
             require_rows(prepared, (len(rollout["length"]),), "[completions]")
         module.train(training)
         if self.rollouts_path is not None:
-            store(self.rollouts_path, self.generation, self._rank, rollout)
+            step = self.learner_trainer.global_step
+            store(self.rollouts_path, self.generation, self._rank, rollout, prepared, step, self.policy.tokenizer)
         self.generation += 1
         if self.reweigh is not None:
             self._follow(self.reweigh)

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,35 @@ from datamodules.language.tasks.answers import text_of
 from rl_modules.common.errors import UsageError
 
 _REWARD = "rewards/"
+#: Prefix of the columns with what the update used.
+UPDATE = "update/"
 
 
-def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any]) -> None:
-    """Writes a generation of one rank as ``generation-000012-rank-0.jsonl``; a resumed run writes it again, equally."""
+def store(
+    folder: str | Path,
+    generation: int,
+    rank: int,
+    rollout: dict[str, Any],
+    prepared: dict[str, Any],
+    step: int,
+    tokenizer: Any,
+) -> None:
+    """Writes a generation of one rank as ``generation-000012-rank-0.jsonl``; a resumed run writes it again, equally.
+
+    Args:
+        folder: of the run's rollouts.
+        generation: its number, from 0.
+        rank: that wrote it.
+        rollout: the scored completions.
+        prepared: what the update reads of them: log-probabilities and advantages.
+        step: the optimizer step of the weights that the update begins with.
+        tokenizer: of the completions, for the texts of their tokens.
+    """
+
+    @cache
+    def text_of_token(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
     columns = columns_of(rollout["records"])
     tokens, start, length = (rollout[name].tolist() for name in ("tokens", "prompt_length", "length"))
     rewards = rollout["rewards"].tolist()
@@ -35,7 +61,11 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
             "completion": text,
             **found,
             **own,
-            "completion_ids": tokens[i][start[i] : start[i] + length[i]],
+            "completion_ids": (ids := tokens[i][start[i] : start[i] + length[i]]),
+            **_of_update(rollout, prepared, i, length[i]),
+            f"{UPDATE}step": step,
+            f"{UPDATE}prompt_ids": tokens[i][: start[i]],
+            f"{UPDATE}tokens": [text_of_token(token) for token in ids],
             **({} if rollout.get("token_rewards") is None else {"by_token": True}),
         }
         lines.append(json.dumps(row, ensure_ascii=False, default=_shown) + "\n")
@@ -47,6 +77,20 @@ def store(folder: str | Path, generation: int, rank: int, rollout: dict[str, Any
 def _shown(value: Any) -> str:
     """What a file has in place of a value that is none of JSON's, such as an image."""
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+
+
+def _of_update(rollout: dict[str, Any], prepared: dict[str, Any], row: int, length: int) -> dict[str, Any]:
+    """What an update used of a completion: its reward, advantage, end and log-probabilities."""
+    found: dict[str, Any] = {"finish_reason": "stop" if bool(rollout["finished"][row]) else "length"}
+    columns = {"reward": rollout.get("reward"), "advantage": prepared.get("advantage")}
+    names = {"log_prob": "log_probs", "sampling_log_prob": "sampling_log_probs", "ref_log_prob": "ref_log_probs"}
+    columns |= {name: prepared.get(field) for field, name in names.items()}
+    for name, values in columns.items():
+        if values is not None:
+            value = values[row] if values.ndim == 1 else values[row, :length]
+            numbers = [None if math.isnan(x) else round(x, 6) for x in value.reshape(-1).tolist()]
+            found[name] = numbers if values.ndim == 2 else numbers[0]
+    return {f"{UPDATE}{name}": value for name, value in found.items()}
 
 
 class StoredRewards:
@@ -134,7 +178,7 @@ def rescore(paths: Sequence[Path], reward_funcs: Sequence[Any], task: str | None
     rows = [row for _, row in placed]
     ids: list[Any] = [row.get("completion_ids") for row in rows]
     functions = RewardFunctions([load_reward_func(spec, made) for spec in specs])
-    given = [{key: value for key, value in row.items() if not key.startswith(_REWARD)} for row in rows]
+    given = [{key: value for key, value in row.items() if not key.startswith((_REWARD, UPDATE))} for row in rows]
     found = functions(given, [text_of(row["completion"]) for row in rows], None if None in ids else ids)
     functions.close()
     table = [f"{'reward function':<32}{'stored':>10}{'new':>10}{'changed':>10}"]

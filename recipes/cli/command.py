@@ -135,6 +135,17 @@ def _run_alone(command: str, given: Any) -> None:
         quiet()
         specs = [json_or_text(word) for word in given.reward_funcs]
         print(rescore(given.paths, specs, given.task, given.output))
+    elif command == "rollouts":
+        from recipes import rollouts_view
+
+        stored = rollouts_view.rollout_rows(given.run)
+        rows = rollouts_view.chosen(stored, given.step, given.contains, given.finish, given.sort, given.reverse)
+        rows = rows[: given.rows]
+        if given.html is None:
+            print(rollouts_view.table(rows))
+        else:
+            given.html.write_text(rollouts_view.page(rows, f"Rollouts of {given.run}"), "utf-8")
+            print(f"{len(rows)} of {len(stored)} completions written to {given.html}")
     elif command == "replay":
         add_working_directory()
         from recipes.cli.recomputation import replay_command

@@ -246,6 +246,20 @@ ALONE_COMMANDS: dict[str, tuple[str, dict[str | tuple[str, ...], dict[str, Any]]
             },
         },
     ),
+    "rollouts": (
+        "Shows a run's stored rollouts: rewards, advantages, prompts and completions; as an HTML page with each token "
+        "colored by its log-ratio. They come from data.rollouts_path.",
+        {
+            "run": {"type": Path, "help": "folder of the run, or of its rollouts, or a JSONL file of them"},
+            "--step": {"type": int, "help": "of this optimizer step alone"},
+            "--contains": {"metavar": "TEXT", "help": "with this text in prompt or completion"},
+            "--finish": {"choices": ["stop", "length"], "help": "ended by EOS or a stop string, or by the limit"},
+            "--sort": {"choices": ["step", "reward", "advantage", "length"], "default": "step", "help": "the order"},
+            "--reverse": {"action": "store_true", "help": "the highest first"},
+            ("-n", "--rows"): {"type": int, "default": 20, "help": "rows to show; default: 20"},
+            "--html": {"type": Path, "metavar": "FILE", "help": "write the page to this file instead"},
+        },
+    ),
     "verify": (
         "Recomputes a run from one checkpoint to its last and compares bit for bit.",
         {
