@@ -56,6 +56,14 @@ optimum = dict.fromkeys(["DQN", "PPO", "TRPO", "A2C", "REINFORCE"], 500)
 lay_over(optimum, "transitions", "mean return of 10 episodes")
 
 # %% [markdown]
+# ## Pendulum
+#
+# The two algorithms for real-valued actions. The line is the optimum that page 9c finds by dynamic programming.
+
+# %%
+lay_over(dict.fromkeys(["SAC on Pendulum", "TD3 on Pendulum"], -140.7), "transitions", "mean return of 50 episodes")
+
+# %% [markdown]
 # ## Sums of two digits
 #
 # The share of right answers among samples, for the policies of pages 11 and 12. RLHF learns from a judge that was
@@ -80,12 +88,14 @@ lay_over({"GRPO in turns": 10, "Distillation": 10}, "optimizer steps", "mean ret
 #
 # | page | estimate of how good an action is | what is improved | who gives the reward |
 # |---|---|---|---|
+# | 0 | mean of rewards, with a bonus for few | table of one state | the environment |
 # | 1 | exact expectation over $P$ | table | the environment, known |
 # | 2 | mean of returns | table | the environment |
 # | 3, 4 | reward and the table's next value | table | the environment |
 # | 5 | reward and the network's next value | value network | the environment |
 # | 6 | return less a mean | policy network | the environment |
 # | 7, 8, 9 | GAE with a critic | policy network, with growing care for the length of a step | the environment |
+# | 9b, 9c | a critic's slope at the action | policy network | the environment, in 9c with the entropy |
 # | 11 | GAE over tokens | language model | a model of human comparisons (10), less the KL |
 # | 11b | none: two answers are compared | language model | human comparisons, at once |
 # | 12 | reward less the group's mean | language model | a program |

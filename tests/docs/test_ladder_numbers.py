@@ -20,7 +20,6 @@ EXCEPTIONS = {
         "0.8": "TRPO's default line_search_shrinking_factor",
         "49": "100,000 transitions, 4 environments, 512 steps",
     },
-    "09_ppo": {"0.03": "the plot of the clip fraction"},
     "10_reward_model": {"7.4": "e²", "8.4": "e² + 1", "18": "9 + 9", "0.7 %": "√(0.955 · 0.045 / 1,000)"},
     "12_grpo": {"0.012": "0.01 · 1.2", "0.6": "0.5 · 1.2", "6,400": "100 prompts, 64 samples of each"},
     "14_distillation": {"30": "the plot of the returns", "1.2": "the plot of the KL", "1000": "0.999 / 0.001"},
