@@ -571,7 +571,7 @@ def test_buffer_beyond_memory_is_refused_with_what_would_fit():
     data = replay(images, buffer_size=size)
     with pytest.raises(
         UsageError,
-        match=rf"buffer_size={size}(: Unable| needs .* but .* are free; \d+ would fit)",
+        match=rf"buffer_size={size}(: MemoryError: Unable| needs .* but .* are free; \d+ would fit)",
     ):
         fit(DQN(), data)
 
