@@ -3,6 +3,7 @@
 With a vocabulary of 150,000 words the logits of a batch are its largest tensor, and their gradient is as large. By
 tiles, no more than one tile of either exists at a time, whatever the size of the batch (Hsu et al. 2024,
 arXiv:2410.10989, section 3.2; here with log-probabilities for an output, so that any loss may follow).
+A step of SFT with 16 texts of 512 tokens takes 1,122 MiB in place of 10,357 (``benchmarks.memory sft``).
 """
 
 from __future__ import annotations
