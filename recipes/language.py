@@ -16,7 +16,6 @@ from rl_modules.common.foreign_names import default_of
 from rl_modules.common.loading import load_object
 from rl_modules.common.stored_arguments import building, settings_of
 from rl_modules.language.adapter_folder import export_adapters
-from rl_modules.language.export import export_tokenizer
 from rl_modules.language.server_token import (
     FILE_VARIABLE,
     SAYS_VARIABLE,
@@ -68,6 +67,7 @@ def export(ckpt_path: str, output: str, model: str | None = None, adapters: bool
         )
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
     from rl_modules.language.base import LanguageModule
+    from rl_modules.language.export import export_tokenizer
     from rl_modules.language.policy_with_reference import PolicyWithReference
 
     module: LanguageModule
