@@ -292,7 +292,7 @@ def test_a_command_without_a_run_explains_itself(rl, command, option):
 
 def test_help_of_export_and_serve_names_every_option(rl):
     named = {
-        "export": ["ckpt_path", "output", "model"],
+        "export": ["ckpt_path", "output", "adapters", "push_to_hub", "model"],
         "serve": [
             "model",
             "engine",
