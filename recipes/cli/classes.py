@@ -26,7 +26,7 @@ from rl_modules.core.settings import Setting
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
 #: Keys of the first level of a config that only ``fit`` reads.
-OF_FIT = ("checkpoint", "record_every", "resume")
+OF_FIT = ("checkpoint", "record_every", "resume", "run_name")
 #: Arguments that name classes, perhaps a user's.
 NAMES_CLASSES = ("logger", "callbacks", "optimizer", "lr_scheduler", "profiler", "strategy", "plugins")
 _NUMBERS = {int, float, bool, str, type(None)}
