@@ -74,7 +74,7 @@ rng = random.Random(0)
 web = write("web.jsonl", [{"text": page(rng)} for _ in range(30_000)])
 prompts = [question(rng) for _ in range(4_000)]
 asked = write("prompts.jsonl", prompts)
-held_out = [question(rng) for _ in range(200)]
+questions = [question(rng) for _ in range(200)]
 base = learn("base", web, 800)
 
 # %% [markdown]
@@ -120,9 +120,9 @@ def right_of(texts, questions):
 
 
 def measure(policy):
-    """pass@1 on held-out questions with a 95 % interval over questions, share of the format, mean length in tokens."""
-    texts = sample(policy, held_out, 16)
-    right, flat = right_of(texts, held_out).mean(1), [text for group in texts for text in group]
+    """pass@1 on 200 questions with a 95 % interval over questions, share of the format, mean length in tokens."""
+    texts = sample(policy, questions, 16)
+    right, flat = right_of(texts, questions).mean(1), [text for group in texts for text in group]
     half = 1.96 * float(right.std()) / len(right) ** 0.5
     return float(right.mean()), half, sum(form(flat)) / len(flat), sum(map(len, flat)) / len(flat)
 
@@ -133,9 +133,9 @@ def show(name, policy):
     print(f"{name:36} pass@1 {rate:.3f} ± {half:.3f}   format {share:.3f}   length {length:.1f}", flush=True)
 
 
-texts = sample(base, held_out, 64)
-right = right_of(texts, held_out)
-print([(q["prompt"], group[0]) for q, group in zip(held_out[:6], texts, strict=False)])
+texts = sample(base, questions, 64)
+right = right_of(texts, questions)
+print([(q["prompt"], group[0]) for q, group in zip(questions[:6], texts, strict=False)])
 for kind, pattern in (("at once", r"\d+"), ("with a thought", r"\d+,\d+"), ("in the format", r"\[\d+\]\d+")):
     those = torch.tensor([[bool(re.fullmatch(pattern, text)) for text in group] for group in texts])
     print(f"{kind:15} share {float(those.float().mean()):.3f}, right {float(right[those].mean()):.3f}")
@@ -198,18 +198,18 @@ h.keep("R1-Zero", runs["R1-Zero"], "train/rewards/accuracy/mean")
 _, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
 ks = [1, 2, 4, 8, 16, 32, 64]
 for name, policy in (("base", base), ("R1-Zero", zero)):
-    texts = sample(policy, held_out, 64)
-    count = right_of(texts, held_out).sum(1).long()
+    texts = sample(policy, questions, 64)
+    count = right_of(texts, questions).sum(1).long()
     passed = torch.stack([F.pass_at_k(64, count, k) for k in ks])
-    answers, reference = [[*map(last_number, group)] for group in texts], [q["answer"] for q in held_out]
+    answers, reference = [[*map(last_number, group)] for group in texts], [q["answer"] for q in questions]
     voted = torch.stack([F.cons_at_k(answers, reference, k) for k in ks])
     for kind, values, style in (("pass@k", passed, "-"), ("cons@k", voted, "--")):
-        mean, half = values.mean(1), 1.96 * values.std(1) / len(held_out) ** 0.5
+        mean, half = values.mean(1), 1.96 * values.std(1) / len(questions) ** 0.5
         [line] = axes.plot(ks, mean, style, marker=".", label=f"{name}, {kind}")
         axes.fill_between(ks, mean - half, mean + half, alpha=0.15, color=line.get_color(), linewidth=0)
         print(f"{name:8} {kind}", {k: round(float(x), 3) for k, x in zip(ks, mean, strict=True) if k in (1, 8, 64)})
 axes.axhline(1, color="gray", linestyle="--", linewidth=1)
-axes.set(xscale="log", xlabel="k, samples per question", ylabel="share of 200 held-out questions")
+axes.set(xscale="log", xlabel="k, samples per question", ylabel="share of 200 questions")
 axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
