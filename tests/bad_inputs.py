@@ -124,7 +124,7 @@ def rollouts(env_id: Any = "CartPole-v1", **arguments: Any) -> RolloutDataModule
 
 # ------------------------------------------------------------------------------------------------ commands
 cli("no such command", "fitt --config ppo/cartpole.yaml", "'fitt'", "did you mean fit")
-cli("train", "train --config ppo/cartpole.yaml", "'train'", "the commands are fit")
+cli("train", "train --config ppo/cartpole.yaml", "'train'", "which is one of fit")
 cli("eval", "eval --config ppo/cartpole.yaml", "'eval'", "validate")
 cli("an option first", "--config ppo/cartpole.yaml", "--config", "after the command")
 cli("a config as word", "fit ppo/cartpole.yaml", "ppo/cartpole.yaml", "--config ppo/cartpole.yaml")

@@ -116,7 +116,8 @@ plot(runs, "eval/mean_reward", "transitions", "mean return, 10 episodes", best=5
 for name, several in runs.items():
     mean, half = interval(final(several, "eval/mean_reward"))
     print(f"{name:15} final returns", final(several, "eval/mean_reward"), f"mean {mean:.0f} ± {half:.0f} (95 %)")
-    lowest = [round(min(value for step, value in run["eval/mean_reward"] if step > 40_000), 1) for run in several]
+    points = [run["eval/mean_reward"] for run in several]
+    lowest = [round(min(value for _, value in of_run[-(len(of_run) // 2) :]), 1) for of_run in points]
     print(f"{'':15} lowest return after half of the run", lowest)
 keep("PPO", runs["PPO"], "eval/mean_reward")
 

@@ -304,15 +304,9 @@ def test_batch_size_is_compared_with_the_vectors_own_number(make: Any) -> None:
         model = PPO(net_arch=[8], log_every=1)
         fit(model, data)
         assert data.batch_size == size and model.trainer.global_step == 10 * 96 // size
-    with pytest.raises(UsageError, match=r"batch_size=64 does not divide n_envs\*n_steps=96; 48 is the nearest"):
-        fit(PPO(net_arch=[8]), RolloutDataModule(make, n_steps=32, batch_size=64, eval_freq=0))
 
 
-def test_batch_size_of_single_environments_is_checked() -> None:
-    with pytest.raises(UsageError, match="batch_size=24 does not divide"):
-        RolloutDataModule("CartPole-v1", n_steps=32, batch_size=24)
-    with pytest.raises(UsageError, match="batch_size=24 does not divide"):
-        fit(PPO(), RolloutDataModule(lambda: gym.make("CartPole-v1"), n_steps=32, batch_size=24))
+def test_a_batch_size_of_0_is_refused() -> None:
     with pytest.raises(UsageError, match="batch_size=0 must be at least 1"):
         RolloutDataModule(make_plain, n_steps=32, batch_size=0)
 

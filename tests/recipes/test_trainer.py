@@ -47,6 +47,7 @@ def without_numbers(text):
 def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
     Trainer(accelerator="cpu").fit(PPO(gamma=0.98, gae_lambda=0.8), RolloutDataModule("CartPole-v1", **SMALL))
     ours = capsys.readouterr()
+    (here / "logs").rename(here / "ours")
     main(["fit", "--model", "PPO", "--model.gamma=.98", "--model.gae_lambda=.8", "--data", "RolloutDataModule",
           "--trainer.accelerator=cpu", *(f"--data.{name}={value}" for name, value in SMALL.items())])  # fmt: skip
     theirs = capsys.readouterr()
@@ -57,7 +58,7 @@ def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
     # The same run: the result is the same number.
     assert ours.out.splitlines()[0] == lines[0]
     assert [line for line in ours.err.splitlines() if line] == ["PPO-CartPole-v1: starting"]
-    one, other = (curves.points(here / f"logs/PPO-CartPole-v1/version_{i}") for i in (0, 1))
+    one, other = (curves.points(here / f"{i}/PPO-CartPole-v1/version_0") for i in ("ours", "logs"))
     assert one.keys() == other.keys()
     assert one["rollout/ep_rew_mean"] == other["rollout/ep_rew_mean"]
     assert {path.name for path in here.glob("logs/*/version_0/checkpoints/*")} >= {"best.ckpt", "last.ckpt"}

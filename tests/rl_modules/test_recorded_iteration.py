@@ -311,8 +311,8 @@ class Longer(CartPole):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Columns(8), r"returned reward of shape \(8, 1\)"),
-        (lambda: Longer(8), r"returned an observation of shape \(8, 8\)"),
+        (lambda: Columns(8), r"must return observations, 8 rewards, .* not torch.float32 \(8, 1\)"),
+        (lambda: Longer(8), r"returned the observation .* of shape \(8, 8\), which does not fit"),
     ],
 )
 def test_what_an_environment_returns_is_checked(make, said):

@@ -391,13 +391,6 @@ def test_what_act_returns_is_checked_where_the_first_evaluation_comes_before_the
         model.predict(environment.reset(seed=0)[0])
 
 
-@pytest.mark.parametrize("build", [lambda self: torch.nn.Linear(4, 2), lambda self: setattr(self, "policy", None)])
-def test_a_network_that_is_not_set_is_answered(build):
-    mine = type("Mine", (PPO,), {"build_network": build, "__module__": __name__})
-    with pytest.raises(UsageError, match=r"^Mine\.build_network must set self\.network"):
-        fit(mine(), rollouts("CartPole-v1"), max_epochs=1)
-
-
 def test_what_act_stores_needs_a_row_per_observation():
     mine = with_method(PPO, "act", lambda acted: {**acted, "mine": [1, 2]})
     with pytest.raises(

