@@ -249,6 +249,7 @@ class RolloutDataModule(ControlDataModule):
 
     @property
     def _batches_per_rollout(self) -> int:
+        """Minibatches of all passes over a rollout."""
         return self.n_epochs * self.batches_per_pass
 
     def _weight(self, batches: list[Batch], position: int) -> float:

@@ -221,6 +221,7 @@ class ControlModule(Algorithm):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        """Looks a submodule up; a method of Stable-Baselines3 that is not here is answered with its name here."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:

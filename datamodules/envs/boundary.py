@@ -1,6 +1,7 @@
 """What environments return, checked where it enters: shapes and dtypes at first, numbers and errors always."""
 
 import contextlib
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,10 +30,12 @@ def require_fit(name: str, space: spaces.Space, observation: Any) -> None:
     try:
         concatenate(space, [arrays], stored)
     except (TypeError, ValueError, LookupError) as error:
-        shown = f"{str(observation)[:80]} of shape {np.shape(arrays)}" if hasattr(arrays, "shape") else str(arrays)[:80]
+        shown = shorten(str(observation), 80, placeholder=" …")
+        shown += f" of shape {np.shape(arrays)}" if hasattr(arrays, "shape") else ""
         raise UsageError(
             f"the environment {name} returned the observation {shown}, which does not fit its "
-            f"observation_space {space}: {type(error).__name__}: {error}"
+            f"observation_space {shorten(str(space), 80, placeholder=' …')} of shape {space.shape}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
