@@ -132,8 +132,14 @@ def test_the_map_has_every_algorithm_and_page():
     assert linked == [script.stem for script in SCRIPTS]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [
+        # This page trains eight language models.
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == "12b_r1" else pytest.mark.long)
+        for path in NOTEBOOKS
+    ],
+)
 def test_the_notebook_runs_shortened(script, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "show", pyplot.close)

@@ -243,10 +243,12 @@ def test_the_usual_number_of_held_out_records_is_what_a_task_has_and_a_given_one
             held_out(**given)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm",
-    [SFT, GRPO, DPO, RewardModel, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (RLOO, RLHFPPO, KTO))],
+    [
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (SFT, GRPO, DPO, RewardModel)),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (RLOO, RLHFPPO, KTO)),
+    ],
 )
 @pytest.mark.parametrize("task", [*(name for name in TASKS if name != "dots"), "reasoning_gym:chain_sum"])
 def test_a_shipped_task_runs_with_a_module_that_takes_it_by_defaults_alone(task, algorithm):

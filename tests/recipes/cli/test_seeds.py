@@ -52,7 +52,7 @@ def test_a_folder_of_the_same_settings_is_not_trained_in_again(capsys: pytest.Ca
     assert "gamma=0.9,total_timesteps=320,seed=1 holds a run already; add --resume" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_side_by_side_end_with_their_table_and_resume(capfd: Any) -> None:
     words = [*RUN, "--seed_everything=5", "--seeds=3", "--jobs=3", "--model.gamma=0.9"]
     main(words)

@@ -266,7 +266,7 @@ def row(number):
     return {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_best_trials_run_again_on_seeds_that_the_search_has_not_seen(sweep, capsys):
     changes = {"n_trials": 3, "seeds": 1, "finalists": 2, "final_seeds": 2}
     code, out, err = sweep(**changes)
