@@ -354,6 +354,8 @@ class GRPO(PolicyWithReference):
         """Whether log-probabilities are computed again: the sampler's differ by engine, unknown filters or rounding."""
         if self.correction != "none" or self.sampler_name != "native" or self.lacks_support:
             return True
+        if self._trainer is None:  # its loss is computed alone, with the log-probabilities of the batch
+            return False
         exact = self.trainer.precision in ("32-true", "64-true") and self.torch_dtype == "float32"
         return self.compares_with_sampler and not exact
 
