@@ -32,6 +32,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     f"{_LANGUAGE}.tasks.simple": ("Addition", "Reverse", "Sort"),
     f"{_LANGUAGE}.tasks.countdown": ("Countdown",),
     f"{_LANGUAGE}.tasks.paths": ("Paths",),
+    f"{_LANGUAGE}.tasks.pictures": ("Dots",),
     f"{_LANGUAGE}.curriculum": ("learnable",),
     f"{_LANGUAGE}.worlds": ("TextMaze", "Guess", "Nim", "Arithmetic", "Islands"),
     f"{_LANGUAGE}.tools": ("ToolEnvironment",),
