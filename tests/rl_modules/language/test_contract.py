@@ -49,7 +49,8 @@ def remembering(cls, **arguments):
 
 
 def fields(*contracts):
-    return {name for contract in contracts for name in contract.__annotations__}
+    """The fields of batches without images."""
+    return {name for contract in contracts for name in contract.__annotations__} - {"images"}
 
 
 def run(module, data, **arguments):
