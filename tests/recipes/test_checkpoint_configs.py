@@ -149,6 +149,6 @@ def test_config_runs_three_steps_and_resumes_exactly(name, tmp_path, monkeypatch
     shutil.copy(folder / "previous.ckpt", before)
     assert torch.load(before, weights_only=True)["global_step"] == 2
     run("--ckpt_path", str(before))
-    (again,) = Path("logs").glob("*/version_1/checkpoints")
+    (again,) = Path("logs").glob("*/version_1*/checkpoints")
     assert torch.load(again / "last.ckpt", weights_only=True)["global_step"] == 3
     assert_equal_checkpoints(folder / "last.ckpt", again / "last.ckpt")

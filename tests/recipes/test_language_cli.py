@@ -190,6 +190,11 @@ def test_export_gives_the_same_logits_through_transformers(rl, trained):
     assert code == 0, err
 
 
+def last_checkpoint(version):
+    (path,) = Path("logs/SFT-addition").glob(f"version_{version}*/checkpoints/last.ckpt")
+    return path
+
+
 @pytest.mark.long
 def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
     code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--trainer.max_steps", "3",
@@ -206,8 +211,7 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
     assert whole / 5 * 1.5 < part < whole / 5 * 2.5
     code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--model.lr_scheduler_type", "constant")
     assert code == 0, err
-    resumed, whole = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
-                      for i in range(2))  # fmt: skip
+    resumed, whole = (torch.load(last_checkpoint(i), weights_only=True) for i in range(2))
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value)
 
@@ -224,8 +228,7 @@ def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
     code, out, err = rl(*settings, "--resume")
     assert code == 0, err
     assert "resuming from" in out and "description" not in out
-    whole, resumed = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
-                      for i in range(2))  # fmt: skip
+    whole, resumed = (torch.load(last_checkpoint(i), weights_only=True) for i in range(2))
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value)
     code, out, err = rl("test", *settings[1:5], "--model.model_name_or_path", "start", "--ckpt_path", "last")
