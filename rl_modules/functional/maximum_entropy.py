@@ -85,7 +85,8 @@ def soft_value(q: Tensor, log_prob: Tensor, alpha: float | Tensor) -> Tensor:
     Source: Christodoulou 2019, arXiv:1910.07207, eq. 10; its negative is the policy's loss, eq. 12.
     """
     require_same_shape(q=q, log_prob=log_prob)
-    return (log_prob.exp() * (q - alpha * log_prob)).sum(-1)
+    log_prob = as_float(log_prob)
+    return (log_prob.exp() * (as_float(q) - alpha * log_prob)).sum(-1)
 
 
 def squashed_gaussian_log_prob(mean: Tensor, log_std: Tensor, pre_tanh: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import require_shape, require_tensors
+from rl_modules.functional.checks import as_float, require_shape, require_tensors
 
 
 def random_search_direction(deltas: Tensor, plus: Tensor, minus: Tensor, n_top: int | None = None) -> Tensor:
@@ -35,6 +35,7 @@ def random_search_direction(deltas: Tensor, plus: Tensor, minus: Tensor, n_top: 
     b = n if n_top is None else n_top
     if not 1 <= b <= n:
         raise ValueError(f"n_top={n_top} must lie in [1, {n}], the number of perturbations.")
+    deltas, plus, minus = as_float(deltas), as_float(plus), as_float(minus)
     best = torch.maximum(plus, minus).argsort(descending=True)[:b]
     scale = b * torch.cat([plus[best], minus[best]]).std() + 1e-6
     return (plus[best] - minus[best]) @ deltas[best] / scale

@@ -174,6 +174,8 @@ def cases():
     yield "squashed_gaussian_log_prob", f.squashed_gaussian_log_prob, (lp, old, adv)
     one = torch.tensor(0.3)
     yield "soft_q_target", lambda r, t, q, p, a: f.soft_q_target(r, t, q, p, a, 0.9), (lp, mask, old, adv, one)
+    yield "soft_value", lambda q, p: f.soft_value(q, p, 0.3), (lp, old)
+    yield "random_search_direction", f.random_search_direction, (lp, old[:, 0], adv[:, 0])
     pair = (lp[:, 0], lp[:, 1], old[:, 0], old[:, 1])
     for kind in ("sigmoid", "robust", "ipo", "hinge"):
         smoothing = 0.1 if kind in ("sigmoid", "robust") else 0.0
