@@ -15,7 +15,7 @@
 #
 # $$\sum_{t=1}^{n} \big( q^* - q(a_t) \big) = \sum_a \Delta_a\, n_a,$$
 #
-# where $n_a$ counts how often $a$ was chosen. A supervised learner is told the right answer for each example. Here only
+# where $n_a$ counts how often $a$ was chosen. A supervised learner gets the right answer of each example. Here only
 # the reward of the *chosen* action is seen. An arm that looked bad twice by accident is never corrected, unless
 # somebody chooses it again.
 #

@@ -61,7 +61,7 @@ METHODS = {
     "an archive of Stable-Baselines3",
     "get_parameters": "state_dict() returns the weights",
     "set_parameters": "load_state_dict(weights) sets the weights",
-    "set_env": "environments belong to a datamodule: fit with another one goes on with these weights",
+    "set_env": "environments belong to a datamodule; Trainer.fit with another datamodule continues from these weights",
     "get_env": "environments belong to the datamodule, which makes them of its env_id",
     "policy": "network is the network; act and predict choose actions",
     "save_replay_buffer": "the buffer is the datamodule's, and a run's checkpoint holds it",
